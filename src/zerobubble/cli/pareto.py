@@ -15,7 +15,7 @@ from zerobubble.cli.plan import search_progress
 from zerobubble.errors import InputError
 from zerobubble.export.front import front_svg
 from zerobubble.planning import Objective
-from zerobubble.planning.pareto import Point, pareto
+from zerobubble.planning.pareto import Front, Point, pareto
 from zerobubble.units import counted, read_bytes
 from zerobubble.view.front_page import front_html
 from zerobubble.whole_files import write_text
@@ -91,11 +91,19 @@ def pareto_command(work: WorkOptions, search: SearchOptions, memories: Range | N
     for file, text in ((pictures.svg, front_svg), (pictures.html, front_html)):
         if file is not None:
             write_text(file, text(front, title))
-    click.echo(json.dumps([_as_dict(point) for point in front.points], indent=2) if as_json else front)
+    click.echo(json.dumps([_as_dict(front, point) for point in front.points], indent=2) if as_json else front)
 
 
-def _as_dict(point: Point) -> dict[str, object]:
-    """Returns the figures of one limit: the winner, None without one, every placement, and the bound as a bubble rate."""
+def _as_dict(front: Front, point: Point) -> dict[str, object]:
+    """Returns the figures of one limit: the winner, None without one, every placement, and the bound as a bubble rate.
+
+    `no_gain_over` is a smaller limit with the same time, None without one.
+    """
+    smaller = front.dominated_by(point)
     answers = [solved_to_dict(choice.name, choice.plan) for choice in point.plan.choices]
     best = answers[0] if point.plan.order is not None else None
-    return {"memory": point.memory, "lower_bound": point.plan.lower_bound, "best": best, "choices": answers}
+    return {"memory": point.memory, "no_gain_over": smaller and smaller.memory} | {
+        "lower_bound": point.plan.lower_bound,
+        "best": best,
+        "choices": answers,
+    }

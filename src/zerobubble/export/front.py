@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from colorsys import hls_to_rgb
 from html import escape
 from math import asinh, hypot
 from typing import NamedTuple
+from zlib import crc32
 
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
@@ -17,8 +19,16 @@ from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.table import percent
 from zerobubble.units import counted
 
-COLORS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
-"""Colors of placements in order. Color-blind readers can distinguish them, on white and on black."""
+COLORS = {
+    "linear": "#3465b8",
+    "vee": "#d8662f",
+    "looped-2": "#34a57c",
+    "looped-3": "#a9305c",
+    "looped-4": "#7d8791",
+    "wave-3": "#c79a1e",
+    "wave-4": "#8a6fd1",
+}
+"""Colors of placements in all pictures and pages. Color-blind readers can distinguish them, on white and on black."""
 
 LEFT, RIGHT, PLOT, BOTTOM = 70, 30, 360, 64
 """Pixels left and right of the plot, its height, and pixels below it."""
@@ -113,9 +123,14 @@ def _document(scale: _Scale, head: Heading, points: Sequence[Point], colors: Map
 
 
 def placement_colors(points: Sequence[Point]) -> dict[str, str]:
-    """Return a color for each placement, the best ones of the first point first; further points do not change it."""
+    """Return the color of each placement, the best ones of the first point first."""
     names = [choice.name for point in points for choice in point.plan.choices]
-    return {name: COLORS[place % len(COLORS)] for place, name in enumerate(dict.fromkeys(names))}
+    return {name: COLORS.get(name) or _further_color(name) for name in dict.fromkeys(names)}
+
+
+def _further_color(name: str) -> str:
+    """Return the color of a placement outside the table, which depends on its name only."""
+    return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(crc32(name.encode()) / 2**32, 0.5, 0.4))
 
 
 def _legend(colors: Mapping[str, str]) -> Iterator[Entry]:

@@ -38,10 +38,23 @@ class Front:
     points: tuple[Point, ...]
     interrupted: bool = False
 
+    def dominated_by(self, point: Point) -> Point | None:
+        """Returns the point with the least memory that is as short as `point`; None if that is `point` itself."""
+        first = next(one for one in self.points if one.plan.time == point.plan.time)
+        return None if first is point or point.plan.time is None else first
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The figures of each point, under `TITLES`. Those that gain nothing from their memory are marked."""
+        smaller = map(self.dominated_by, self.points)
+        return [
+            cells if first is None else (*cells[:-1], f"{cells[-1]}; no gain over {first.memory:g}")
+            for cells, first in zip(map(point_cells, self.points), smaller, strict=True)
+        ]
+
     def __str__(self) -> str:
         steps = STEPS[self.points[0].plan.problem.objective]
         notes = [fill(LEGEND.format(steps=steps), NOTE_WIDTH), *(["", CUT_SHORT] if self.interrupted else [])]
-        return "\n".join([*aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)), "", *notes])
+        return "\n".join([*aligned([TITLES, *self.rows()], left=(1, 7)), "", *notes])
 
 
 CUT_SHORT = "Ctrl-C ended the front early: larger limits were not planned, and the search for the last one is incomplete."

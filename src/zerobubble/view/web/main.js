@@ -28,14 +28,15 @@ async function start() {
   root.dataset.shown = `${Math.round(performance.now())}`;
 }
 
-// The chart of a front, and below it the schedule of the point that was chosen last, at first that of the most memory.
+// The chart of a front, and below it the schedule of the point that was chosen last, at first the one with the smallest bubble in the least memory.
 async function startFront(picture, data) {
   const title = document.getElementById("opened");
   const open = async (answer, name) => {
     title.textContent = name;
     await picture.show({ ...data, timelines: [data.timelines[answer.opens]] });
   };
-  await new FrontChart(document.getElementById("front"), data.front, open).open(data.front.points.length - 1, 0);
+  const bubbles = data.front.points.map((point) => point.answers[0].bubble);
+  await new FrontChart(document.getElementById("front"), data.front, open).open(bubbles.indexOf(Math.min(...bubbles)), 0);
 }
 
 start();
