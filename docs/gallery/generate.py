@@ -127,7 +127,8 @@ def front() -> str:
     """Return the README's picture: one training step under 1F1B and under ZB-V, on one time axis."""
     schedules = [replace(make(name, RANKS, MICROBATCHES), name=title) for name, title in (("1f1b", "1F1B"), ("zb-v", "ZB-V"))]
     timelines = [simulate(schedule, equal_costs(schedule, FRONT_TIMES, FRONT_COMM)) for schedule in schedules]
-    title = f"One training step on {RANKS} ranks, in the same memory"
+    times = ", ".join(f"{name} {time:g} ms" for name, time in zip(("F", "B", "W", "messages"), (*FRONT_TIMES, FRONT_COMM), strict=True))
+    title = f"{RANKS} ranks, same memory: {times}"
     # Both bubbles of a caption need an explanation, which the README has no space for: keep that of the makespan.
     return re.sub(" · longest rank span [^<]*", "", without_tooltips(timeline_svg(*timelines, title=title, width=FRONT_WIDTH)))
 
