@@ -158,7 +158,6 @@ def _kinds(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
             "fills": traits.fills_from_start,
             "colors": [shade(kind, place, shades) for place in range(shades)],
             "inks": [ink(shade(kind, place, shades)) for place in range(shades)],
-            "usualTexture": "rising" if {"backward", "weight"} <= set(traits.times) else "",
         }
         for kind, traits in KINDS.items()
     ]
@@ -171,26 +170,29 @@ def comparison_html(
     viewed: Sequence[Viewed],
     note: str,
     sections: Sequence[str] = (),
+    periods: Sequence[int] = (),
 ) -> str:
     """The page: one row of figures per timeline under the titles `columns`, `note` below the table, then the viewer and `sections` of HTML.
+
+    The first columns compare each makespan, and each of the `periods` in ns, with those of the first timeline.
 
     Raises `InputError` unless there is a row for each timeline.
     """
     if len(rows) != len(viewed):
         message = "a comparison has a row of figures for each timeline, got {num_rows} rows for {num_viewed} timelines"
         raise InputError(message, num_rows=len(rows), num_viewed=len(viewed))
-    first = viewed[0].timeline
-    titles = ("schedule", *columns, *([f"makespan against {first.name}"] if len(viewed) > 1 else []))
-    figures = [row if len(viewed) == 1 else [*row, _difference(each.timeline, first)] for each, row in zip(viewed, rows, strict=True)]
-    rows = table(titles, ([each.timeline.name, *row] for each, row in zip(viewed, figures, strict=True)))
-    return page(escape(title), (header(title), rows, f'<p class="hint">{escape(note)}</p>\n', viewer(), *sections), viewed)
+    times = {"period": periods, "makespan": [each.timeline.makespan for each in viewed]}
+    compared = {name: _differences(values) for name, values in times.items() if len(viewed) > 1 and values}
+    titles = ("schedule", *(f"{name} against {viewed[0].timeline.name}" for name in compared), *columns)
+    names = [each.timeline.name for each in viewed]
+    figures = table(titles, ([name, *(cells[n] for cells in compared.values()), *rows[n]] for n, name in enumerate(names)))
+    return page(escape(title), (header(title), figures, f'<p class="hint">{escape(note)}</p>\n', viewer(), *sections), viewed)
 
 
-def _difference(timeline: Timeline, reference: Timeline) -> str:
-    """How much longer or shorter the makespan is than that of the first timeline, in percent."""
-    if timeline is reference or not reference.makespan:
-        return "–"
-    return f"{100 * (timeline.makespan / reference.makespan - 1):+.1f} %"
+def _differences(times: Sequence[int]) -> list[str]:
+    """How much longer or shorter each time is than the first, in percent."""
+    first, *others = times
+    return ["–", *(f"{100 * (time / first - 1):+.1f} %".replace("-", "\N{MINUS SIGN}") if first else "–" for time in others)]
 
 
 COMPACT = "<style>main { padding: 6px 10px; max-width: none; }</style>\n"

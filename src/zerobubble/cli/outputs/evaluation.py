@@ -21,7 +21,7 @@ from zerobubble.view import Viewed, comparison_html
 from zerobubble.whole_files import write_text
 
 NOTE = (
-    "* best of its column. Makespan: from the first start to the last end over all ranks. Period: time per step over consecutive steps. "
+    "Makespan: from the first start to the last end over all ranks. Period: time per step over consecutive steps. "
     "Bubble: the idle fraction of that time. Peak memory: {unit} held by a rank, from the least to the most over all ranks. "
     "{causes}: idle time by cause, which adds up to the makespan's bubble."
 )
@@ -202,7 +202,8 @@ def note_of(evaluations: Sequence[Evaluation]) -> str:
     """Explains the columns."""
     causes = causes_of(evaluations)
     listed = f"{', '.join(causes[:-1])} and {causes[-1]}".capitalize()
-    return NOTE.format(unit="bytes" if evaluations[0].costed.in_bytes else "microbatches", causes=listed)
+    star = "* best of its column. " if len(evaluations) > 1 else ""
+    return star + NOTE.format(unit="bytes" if evaluations[0].costed.in_bytes else "microbatches", causes=listed)
 
 
 def title_of(evaluations: Sequence[Evaluation]) -> str:
@@ -216,7 +217,8 @@ def write_page(file: str, evaluations: Sequence[Evaluation], message_bytes: int 
     columns = [column for group in column_groups(evaluations, message_bytes) for column in group]
     rows = [[marked(cell) for cell in row] for row in table_rows(evaluations, columns)]
     titles, viewed = [column.title for column in columns], list(map(viewed_of, evaluations))
-    write_text(file, comparison_html(title_of(evaluations), titles, rows, viewed, note_of(evaluations), sections))
+    periods = [evaluation.costed.period for evaluation in evaluations]
+    write_text(file, comparison_html(title_of(evaluations), titles, rows, viewed, note_of(evaluations), sections, periods))
 
 
 def viewed_of(evaluation: Evaluation) -> Viewed:

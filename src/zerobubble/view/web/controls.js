@@ -101,9 +101,9 @@ function listenToButtons(viewer) {
   }
 }
 
-// One pattern for each kind, in the order of the table; without, only BW keeps its own, which distinguishes it from F in gray.
+// One pattern for each kind, in the order of the table.
 export function setTextures(viewer, on) {
   const textures = ["", "level", "upright", "rising", "falling"];
-  viewer.timelines[0].kinds.forEach((kind, code) => (kind.texture = on ? textures[code % textures.length] : kind.usualTexture));
+  viewer.timelines[0].kinds.forEach((kind, code) => (kind.texture = on ? textures[code % textures.length] : ""));
   viewer.redraw();
 }

@@ -21,7 +21,7 @@ export function shares(passes, rank, from, to, bins) {
 }
 
 // Stacks the shares of a rank from `from` on into `pixels`, the first of which is at `begin` and which are `stride` apart from line to line.
-export function drawDensity(pixels, place, passes, rank, from, nsPerPixel, colors, idle) {
+export function drawDensity(pixels, place, passes, rank, from, nsPerPixel, colors, hatches) {
   const { begin, stride, width, height, ratio } = place;
   const size = Math.max(1, Math.round(BIN * ratio));
   const bins = Math.ceil(width / size);
@@ -35,9 +35,9 @@ export function drawDensity(pixels, place, passes, rank, from, nsPerPixel, color
     for (let kind = 0; kind <= kinds && floor > 0; kind++) {
       sum += kind < kinds ? filled[bin * kinds + kind] : 1;
       const top = kind < kinds ? Math.max(0, Math.round(height * (1 - sum))) : 0;
-      const color = kind < kinds ? colors[kind] : idle;
       for (let line = top; line < floor; line++) {
-        for (let at = line * stride + left; at < line * stride + right; at++) pixels[at] = color;
+        const idle = hatches[line % hatches.length];
+        for (let x = left; x < right; x++) pixels[line * stride + x] = kind < kinds ? colors[kind] : idle[x - begin];
       }
       floor = Math.min(floor, top);
     }

@@ -62,7 +62,7 @@ function legend(timelines, data) {
   data.kinds.forEach((kind, code) => {
     if (!present.has(code)) return;
     const item = element("li");
-    for (const color of colorsOf(timelines, code, kind.colors)) item.append(swatch(color, kind.usualTexture ? "striped" : ""));
+    for (const color of colorsOf(timelines, code, kind.colors)) item.append(swatch(color));
     item.append(element("b", kind.letters), ` ${kind.phrase}`);
     made.append(item);
   });

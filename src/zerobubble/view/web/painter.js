@@ -119,8 +119,9 @@ export class Painter {
     const { view } = this;
     const [low, high] = [timeline.firstEndingAfter(rank, view.from), timeline.first[rank + 1]];
     const stop = high > low ? this.stopOf(timeline, rank, low, high) : low;
-    const seen = Math.min(view.to, timeline.makespan) - view.from;
-    const isDense = (view.x(view.from + seen) - LEFT) / Math.max(1, stop - low) < NARROWEST_BOX;
+    // As if the schedule filled the width: next to a longer one it is drawn as on a page of its own.
+    const share = (Math.min(view.to, timeline.makespan) - view.from) / Math.min(view.to - view.from, timeline.makespan || 1);
+    const isDense = (share * (view.width - LEFT - RIGHT)) / Math.max(1, stop - low) < NARROWEST_BOX;
     return { rank, low, stop, high, isDense };
   }
 

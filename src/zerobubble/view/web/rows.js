@@ -94,7 +94,7 @@ export class RowImage {
   drawDense(timeline, rank, y, height) {
     const row = this.row(timeline, y, height);
     const colors = this.colors.map(([first]) => first);
-    if (row.width) drawDensity(this.pixels, row, timeline, rank, this.view.from, 1 / this.pxPerNs, colors, this.idle);
+    if (row.width) drawDensity(this.pixels, row, timeline, rank, this.view.from, 1 / this.pxPerNs, colors, this.hatches);
   }
 
   // Passes as boxes, two that overlap in half of the row each; between them idle time, with a band for what is waited for.
