@@ -115,9 +115,9 @@ def summary(page: str) -> str:
     least = round(1e6 * model.microbatches * sum(model.times) / (1 - float(bound) / 100))
     return (
         f"Simulated with the times of the Zero Bubble paper's {IN_README} model on {model.ranks} ranks, "
-        f"a planned step takes {period}, {shorter:.1f} % less\n"
-        f"than one of 1F1B ({show_ms(other)}) with the same peak memory. "
-        f"No step with the plan's placement takes less than {show_ms(least)}."
+        f"a plan has a period (time per step) of {period}, {shorter:.1f} % less\n"
+        f"than 1F1B ({show_ms(other)}) with the same peak memory. "
+        f"No schedule with its placement has a period below {show_ms(least)}."
     )
 
 

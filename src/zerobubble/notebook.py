@@ -14,7 +14,7 @@ from zerobubble.errors import Fault
 from zerobubble.ir import Schedule
 from zerobubble.planning import Plan
 from zerobubble.planning.problem.problem import microbatch_bytes
-from zerobubble.planning.table import TITLES
+from zerobubble.planning.table import titles
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
@@ -70,7 +70,7 @@ def plan_view(plan: Plan) -> str | None:
     """Return the planned timeline in the viewer below a table of the plan's choices, as HTML; None if the plan has neither."""
     if not plan.choices:
         return _planned(plan)
-    head = "".join(f"<th>{escape(title)}</th>" for title in (*TITLES, "why"))
+    head = "".join(f"<th>{escape(title)}</th>" for title in (*titles(plan.problem.objective), "why"))
     rows = "".join(_row((choice.name, *choice.plan.cells, choice.note)) for choice in plan.choices)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{_planned(plan) or ''}"
 

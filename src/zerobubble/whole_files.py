@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -24,19 +27,13 @@ def write_text(file: str | Path, text: str) -> None:
 
     If `file` is a link, its target is written and the link stays. Devices and pipes such as `/dev/stdout` are written directly.
     """
-    if not os.fspath(file):
-        raise InputError("cannot write a file with an empty name", remedy="give its path")
-    target = Path(file)
-    try:
+    with _refusing(file):
+        target = Path(file)
         if target.exists() and not target.is_file():
             target.write_text(text, encoding="utf-8", newline="")
             return
         target = Path(os.path.realpath(target))
-        handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise InputError("cannot write {file}: {cause}", file=file, cause=error.strerror) from error
-    except ValueError as error:
-        raise InputError("cannot write {file!r}: {reason}", file=str(file), reason=str(error)) from error
+        handle, draft = _draft_of(target)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
             out.write(text)
@@ -46,6 +43,35 @@ def write_text(file: str | Path, text: str) -> None:
         Path(draft).unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError("cannot write {file}: {reason}", file=str(file), reason=reason) from error
+
+
+def require_writable(file: str | Path) -> None:
+    """Raise as `write_text` would if `file` cannot be written, for commands that compute for long before they write."""
+    with _refusing(file):
+        target = Path(file)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not target.exists() or target.is_file():
+            handle, draft = _draft_of(Path(os.path.realpath(target)))
+            os.close(handle)
+            os.unlink(draft)
+
+
+def _draft_of(target: Path) -> tuple[int, str]:
+    return tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+
+
+@contextmanager
+def _refusing(file: str | Path) -> Iterator[None]:
+    """Raise `InputError` with the name of the file if it cannot be opened for writing."""
+    if not os.fspath(file):
+        raise InputError("cannot write a file with an empty name", remedy="give its path")
+    try:
+        yield
+    except OSError as error:
+        raise InputError("cannot write {file}: {cause}", file=file, cause=error.strerror) from error
+    except ValueError as error:
+        raise InputError("cannot write {file!r}: {reason}", file=str(file), reason=str(error)) from error
 
 
 def _umask() -> int:

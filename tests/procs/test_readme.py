@@ -29,7 +29,7 @@ def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_first_minutes_go_on_with_a_planned_schedule(tmp_path: Path) -> None:
-    (program,) = programs_of("docs/quickstart.md")
+    program, _ = programs_of("docs/quickstart.md")
     assert "evaluations=20_000" in program
     printed = run_forked(program.replace("20_000", "50"), tmp_path, 4)
     (first, before), (second, after) = re.findall(r"(.+): loss ([\d.]+)", printed)
@@ -63,6 +63,13 @@ def test_the_page_on_bringing_a_model_shows_what_it_prints(tmp_path: Path) -> No
     (cut,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs/any-model.md").read_text(encoding="utf-8"), re.DOTALL)
     assert cut in printed
     assert "the likeliest next tokens" in printed
+
+
+@pytest.mark.long
+def test_the_quickstart_compares_a_model_with_one_device(tmp_path: Path) -> None:
+    _, program = programs_of("docs/quickstart.md")
+    (largest,) = re.findall(r"one device: (\S+)", run_forked(program, tmp_path, 2))
+    assert float(largest) < 1e-15
 
 
 @pytest.mark.long

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import zerobubble as zb
 from tests.pure.test_cli import refused, run
 from tests.refusals import states
 from zerobubble import Costs, Limits, Placement, Workload
+from zerobubble.cli import main
 from zerobubble.export import dumps, load_schedule, to_torch_csv
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import plan
@@ -204,3 +207,13 @@ def test_costs_of_a_schedule_with_copies_are_planned_on_its_first_route() -> Non
 @pytest.mark.parametrize(("given", "meant"), [("--seconds", "--budget"), ("--pp-size", "--ranks"), ("--memroy", "--memory")])
 def test_an_unknown_option_names_the_one_that_was_meant(given: str, meant: str) -> None:
     states(refused("plan", given, "3"), given, meant)
+
+
+@pytest.mark.parametrize("arguments", ["plan -p 4 -m 8 -o", "pareto -p 4 -m 8 --svg", "doctor --measure"])
+def test_an_output_that_cannot_be_written_is_refused_first(arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = arguments.split()[0]
+    work = {"doctor": "examine"}.get(command, command)
+    monkeypatch.setattr(sys.modules[f"zerobubble.cli.{command}"], work, lambda *_, **__: pytest.fail("it computes"))
+    result = CliRunner().invoke(main, [*arguments.split(), str(tmp_path / "none" / ("x.svg" if "svg" in arguments else "x.json"))])
+    assert result.exit_code == 2
+    assert "none" in result.output

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.cli.inputs.files import is_file, read_text, require_size
-from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, option, option_group, picture_options
+from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, option, option_group, output_file, picture_options
 from zerobubble.cli.outputs.terminal import stdout_console
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
@@ -39,7 +39,7 @@ class BlockOptions(Counts):
 @click.argument("name")
 @option_group(BlockOptions, "options")
 @picture_options
-@click.option("-o", "--output", metavar="FILE", help="Write the finished schedule to this file.")
+@click.option("-o", "--output", callback=output_file, metavar="FILE", help="Write the finished schedule to this file.")
 @json_option
 def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str | None, as_json: bool) -> None:
     """Make a schedule of the building block NAME.

@@ -21,6 +21,7 @@ from zerobubble.cli.inputs.options import (
     cost_options,
     given_flags,
     json_option,
+    output_file,
     picture_options,
     shape_options,
 )
@@ -48,7 +49,7 @@ NOTE = "Times in ms: work and idle time of a rank by cause. Each row adds up to 
 @shape_options
 @cost_options
 @picture_options
-@click.option("--trace", metavar="FILE", help="Write plan and run to this file, for ui.perfetto.dev.")
+@click.option("--trace", callback=output_file, metavar="FILE", help="Write plan and run to this file, for ui.perfetto.dev.")
 @json_option
 def diff_command(plan: str, run: str, shape: Shape, given: CostOptions, pictures: PictureFiles, trace: str | None, as_json: bool) -> None:
     """Explain the differences between the measured timeline RUN and the PLAN, by rank and cause.

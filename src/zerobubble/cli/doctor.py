@@ -25,7 +25,7 @@ from zerobubble.cost_model.gpus import ATTENTION_OVERHEAD, ATTENTION_TOKENS, GPU
 from zerobubble.errors import InputError
 from zerobubble.units import counted, show_bytes
 from zerobubble.version import __version__
-from zerobubble.whole_files import write_text
+from zerobubble.whole_files import require_writable, write_text
 
 FAILED = 1
 OK, NOTE, FAULT = "ok", "note", "failed"
@@ -101,6 +101,8 @@ def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, file: str | None,
     """
     if file is not None and not file.endswith(".json"):
         raise InputError("{argument} takes a file that ends with .json, got {got!r}", argument="--measure", got=file, remedy=f"{file}.json")
+    if file is not None:
+        require_writable(file)
     findings = []
     speeds: list[Mapping[str, Any]] = []
     for found in examine(timeout, asks_gpu=asks_gpu, speeds=None if file is None else speeds):

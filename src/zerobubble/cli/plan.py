@@ -34,6 +34,7 @@ from zerobubble.cli.inputs.options import (
     numbers,
     option,
     option_group,
+    output_file,
     picture_options,
     refuse_together,
     require_with,
@@ -182,7 +183,7 @@ class Answer:
 @cluster_options
 @picture_options
 @click.option("--format", "form", type=click.Choice(["text", "torch-csv"]), help="Print only the winner's schedule in this form.")
-@click.option("-o", "--output", metavar="FILE", help="Save the plan, for all commands and zb.io.load_plan.")
+@click.option("-o", "--output", callback=output_file, metavar="FILE", help="Save the plan, for all commands and zb.io.load_plan.")
 @json_option
 def plan_command(
     work: WorkOptions,

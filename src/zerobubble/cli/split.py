@@ -16,6 +16,7 @@ from zerobubble.cli.inputs.options import (
     microbatches_or_bytes,
     option,
     option_group,
+    output_file,
     refuse_together,
     shape_options,
 )
@@ -61,7 +62,13 @@ class ModelOptions:
 @click.option("--schedule", metavar="NAME", help=f"Cut for this schedule: {INPUT_HELP}.")
 @shape_options
 @option_group(ModelOptions, "options")
-@click.option("-o", "--output", metavar="FILE", help="Write the costs of the layers to this file, for zerobubble plan --layers.")
+@click.option(
+    "-o",
+    "--output",
+    callback=output_file,
+    metavar="FILE",
+    help="Write the costs of the layers to this file, for zerobubble plan --layers.",
+)
 @json_option
 def split_command(
     config: str, stages: int | None, schedule: str | None, shape: Shape, options: ModelOptions, output: str | None, as_json: bool

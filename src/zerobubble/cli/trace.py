@@ -9,7 +9,7 @@ import click
 from rich.markup import escape
 
 from zerobubble.cli.diff import print_difference
-from zerobubble.cli.inputs.options import PictureFiles, Shape, json_option, picture_options, width_option
+from zerobubble.cli.inputs.options import PictureFiles, Shape, json_option, output_file, picture_options, width_option
 from zerobubble.cli.inputs.schedule_and_costs import find_schedule
 from zerobubble.cli.outputs.drawing import draw, legend
 from zerobubble.cli.outputs.evaluation import describe_shape
@@ -35,7 +35,7 @@ CLOCKS = {"host": "timed by ranges on the host", "kernels": "timed by GPU kernel
 @click.option("--schedule", "against", metavar="NAME", help="The expected schedule, by name or in a file. Any other is an error.")
 @picture_options
 @click.option("--costs", "costs_file", metavar="FILE", help="Write the times of passes and messages to this file, for `plan --costs`.")
-@click.option("-o", "--output", metavar="FILE", help="Write the timeline to this file, for `diff`.")
+@click.option("-o", "--output", callback=output_file, metavar="FILE", help="Write the timeline to this file, for `diff`.")
 @width_option
 @json_option
 def trace_command(

@@ -38,13 +38,19 @@ class Front:
     points: tuple[Point, ...]
     interrupted: bool = False
 
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """The column titles of the table."""
+        objective = self.points[0].plan.problem.objective.value
+        return "memory", "placement", objective, "bubble", "bound", "peak", "messages", "schedule"
+
     def dominated_by(self, point: Point) -> Point | None:
         """Returns the point with the least memory that is as short as `point`; None if that is `point` itself."""
         first = next(one for one in self.points if one.plan.time == point.plan.time)
         return None if first is point or point.plan.time is None else first
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The figures of each point, under `TITLES`. Those that gain nothing from their memory are marked."""
+        """The figures of each point, under `titles`. Those that gain nothing from their memory are marked."""
         smaller = map(self.dominated_by, self.points)
         return [
             cells if first is None else (*cells[:-1], f"{cells[-1]}; no gain over {first.memory:g}")
@@ -52,25 +58,23 @@ class Front:
         ]
 
     def __str__(self) -> str:
-        steps = STEPS[self.points[0].plan.problem.objective]
-        notes = [fill(LEGEND.format(steps=steps), NOTE_WIDTH), *(["", CUT_SHORT] if self.interrupted else [])]
-        return "\n".join([*aligned([TITLES, *self.rows()], left=(1, 7)), "", *notes])
+        objective = self.points[0].plan.problem.objective.value
+        legend = LEGEND.format(title=objective.capitalize(), steps=STEPS[objective])
+        notes = [fill(legend, NOTE_WIDTH), *(["", CUT_SHORT] if self.interrupted else [])]
+        return "\n".join([*aligned([self.titles, *self.rows()], left=(1, 7)), "", *notes])
 
 
 CUT_SHORT = "Ctrl-C ended the front early: larger limits were not planned, and the search for the last one is incomplete."
 
 
-TITLES = ("memory", "placement", "step", "bubble", "bound", "peak", "messages", "schedule")
-"""Column titles of the table."""
-
 LEGEND = (
-    "Memory and peak: in microbatches of all the stages of a rank. Step: the time per step if {steps}. Bubble: its idle share. Bound: no "
-    "schedule with this memory has a smaller bubble on the placements tried."
+    "Memory and peak: in microbatches of all the stages of a rank. {title}: the time per step if {steps}. Bubble: its idle share. Bound: "
+    "no schedule with this memory has a smaller bubble on the placements tried."
 )
 
 
 def point_cells(point: Point) -> tuple[str, ...]:
-    """The figures of one point, under `TITLES`."""
+    """The figures of one point, under `Front.titles`."""
     plan, memory = point.plan, f"{point.memory:g}"
     bound = percent(point.plan.lower_bound)
     if plan.time is None:

@@ -11,8 +11,8 @@ NOTE_WIDTH = 118
 
 RECOMPUTE = " Recomputed forwards count as idle."
 LEGEND = (
-    "Step: the time per step if {steps}. Bubble: its idle share. Bound: no schedule on the placement has a smaller bubble. Over bound: how "
-    "much longer a step is than with that bubble. Peak: microbatches held by a rank."
+    "{title}: the time per step if {steps}. Bubble: its idle share. Bound: no schedule on the placement has a smaller bubble. Over bound: "
+    "how much longer the {objective} is than with that bubble. Peak: microbatches held by a rank."
 )
 STEPS = {
     "period": "no global operation separates steps (with one, --objective makespan)",
@@ -21,11 +21,12 @@ STEPS = {
 """What the time per step means, by objective."""
 
 NOT_SEARCHED = "not searched, a first schedule that fits:"
-NONE_SEARCHED = " Nothing was searched: each line is the best published schedule that fits."
+NONE_SEARCHED = " Nothing was searched: each line is the best published schedule that fits, or runs microbatches one by one if none fits."
 
 
-TITLES = ("placement", "step", "bubble", "bound", "over bound", "peak", "messages", "schedule")
-"""Column titles of the table."""
+def titles(objective: str) -> tuple[str, ...]:
+    """Returns the column titles of the table."""
+    return "placement", objective, "bubble", "bound", "over bound", "peak", "messages", "schedule"
 
 
 def percent(share: float) -> str:
@@ -50,11 +51,11 @@ def comparison_table(lines: Sequence[Line], objective: str, *, recompute: bool) 
     results, rest = [each for each in lines if each.is_result], [each for each in lines if not each.is_result]
     if lines[0] in rest:  # the winner is no result, so neither is anything else
         results, rest = list(lines), []
-    head, *rows = aligned([TITLES, *((each.name, *each.cells) for each in (*results, *rest))], left=(0, 7))
+    head, *rows = aligned([titles(objective), *((each.name, *each.cells) for each in (*results, *rest))], left=(0, 7))
     between = ["", NOT_SEARCHED] if rest else []
     width = max(len(each.name) for each in lines)
     paragraphs = [fill(f"{each.name.ljust(width)}  {each.note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for each in lines]
-    legend = LEGEND.format(steps=STEPS[objective]) + (RECOMPUTE if recompute else "")
+    legend = LEGEND.format(title=objective.capitalize(), objective=objective, steps=STEPS[objective]) + (RECOMPUTE if recompute else "")
     legend = fill(legend + ("" if lines[0].is_result else NONE_SEARCHED), NOTE_WIDTH)
     return "\n".join([head, *rows[: len(results)], *between, *rows[len(results) :], "", legend, "", *paragraphs])
 

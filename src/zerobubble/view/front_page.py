@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from zerobubble.export.front import NOTE, knee, placement_colors, points_with_schedules
 from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Choice, Plan, Status
-from zerobubble.planning.pareto import TITLES, Front, Point
+from zerobubble.planning.pareto import Front, Point
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.view.columns import Viewed
 from zerobubble.view.page import header, page, section, table, viewer
@@ -33,7 +33,7 @@ def front_html(front: Front, title: str) -> str:
         header(title),
         f'<div id="front"></div>\n<p class="hint">{escape(NOTE)}</p>\n',
         section("schedule", "The schedule of a point", viewer(), '<span id="opened" role="status"></span>'),
-        section("figures", "Every limit", table(TITLES, front.rows())),
+        section("figures", "Every limit", table(front.titles, front.rows())),
     )
     return page(escape(title), body, kept.values, front=front_data(points, kept))
 

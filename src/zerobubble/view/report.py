@@ -49,7 +49,8 @@ class Report(Displayed):
     `losses` holds a loss per step under the name of each run, the pipeline first and what it is compared to second. `gaps` are the idle
     times of each timeline by what its ranks wait for, `layers` the bytes that each rank always holds in addition to activations, by
     name, for each timeline; `difference` compares the measured one with its plan. `held_out` is the loss on data that was not trained on,
-    before and after training. `caution` is a warning shown above all figures.
+    before and after training. `caution` is a warning about the speeds, shown above all figures; it
+    replaces the headline with the speed.
     """
 
     title: str

@@ -45,7 +45,8 @@ def card(label: str, value: str, detail: str) -> str:
 
 
 def _cards(report: Report) -> Iterator[str]:
-    yield from _speed_card(report)
+    if not report.caution:
+        yield from _speed_card(report)
     if report.losses:
         name, losses = next(iter(report.losses.items()))
         of = "first to last step" if report.held_out is None else "held-out data, before and after"
@@ -65,7 +66,7 @@ def _speed_card(report: Report) -> Iterator[str]:
     if drawn is not None:
         base, own = drawn
         times, name = base.makespan / own.makespan, escape(own.name)
-        how = "predicted step" if own.source == "simulated" else "step"
+        how = "predicted makespan" if own.source == "simulated" else "makespan"
         detail = f"a {how} of {show_ms(own.makespan)} instead of {show_ms(base.makespan)}, as drawn below"
     elif gain is not None:
         name, times, detail = escape(gain[0]), gain[1], "tokens per second"
@@ -78,7 +79,7 @@ def _speed_card(report: Report) -> Iterator[str]:
 def _step_card(report: Report) -> Iterator[str]:
     """The measured step and the planned one, of a report without a reference."""
     if report.measured is not None and report.predicted is not None:
-        yield card("Step, measured", show_ms(report.measured.makespan), f"planned {show_ms(report.predicted.makespan)}")
+        yield card("Makespan, measured", show_ms(report.measured.makespan), f"planned {show_ms(report.predicted.makespan)}")
 
 
 def _faster(times: float) -> str:

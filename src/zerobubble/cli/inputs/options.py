@@ -18,6 +18,7 @@ from zerobubble.errors import InputError, json_or_text
 from zerobubble.export.json_form import Document
 from zerobubble.planning.problem.workload import MOST_MICROBATCHES
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
+from zerobubble.whole_files import require_writable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Value = TypeVar("Value")
@@ -321,12 +322,24 @@ class CostOptions(UnequalMicrobatches, EqualCosts):
         return None if self.costs_file is None else read_document(self.costs_file, COSTS)
 
 
+def output_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Raises `InputError` before the command computes if the file cannot be written."""
+    if value is not None:
+        require_writable(value)
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class PictureFiles:
     """The pictures to write, if any."""
 
     svg: str | None = option("--svg", callback=svg_file, metavar="FILE", help="Write the picture to this file.")
     html: str | None = option("--html", callback=html_file, metavar="FILE", help="Write a page with the picture and the figures.")
+
+    def __post_init__(self) -> None:
+        for file in (self.svg, self.html):
+            if file is not None:
+                require_writable(file)
 
 
 shape_options = option_group(Shape, "shape", WORK)
