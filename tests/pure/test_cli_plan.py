@@ -65,7 +65,7 @@ def test_json_has_the_figures_and_a_csv_that_gives_them_again() -> None:
 
 def test_a_budget_of_0_gives_the_best_seed_of_each_placement() -> None:
     lines = printed("plan", *SHAPE, "--memory", "8", "--budget", "0").splitlines()
-    assert lines[0].split()[:3] == ["placement", "step", "bubble"]
+    assert lines[0].split()[:3] == ["placement", "period", "bubble"]
     assert {line.split()[0] for line in lines[1:8]} == set(FAMILIES)
     assert lines[1].endswith("interleaved-zb")
     linear = next(line.split() for line in lines[1:8] if line.startswith("linear"))

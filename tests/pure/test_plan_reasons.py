@@ -53,7 +53,7 @@ def test_the_note_of_an_equally_short_plan_says_what_ranks_it_after_the_winner()
 
 def test_the_table_says_what_steps_are_and_sets_apart_what_was_not_searched() -> None:
     lines = str(zb.plan(EQUAL, 8, seconds=0)).splitlines()
-    assert lines[0].split()[:5] == ["placement", "step", "bubble", "bound", "over"]
+    assert lines[0].split()[:5] == ["placement", "period", "bubble", "bound", "over"]
     apart = lines.index("not searched, a first schedule that fits:")
     assert [line.split()[0] for line in lines[1 : apart - 1]] == ["vee", "linear"]
     assert {line.split()[0] for line in lines[apart + 1 : apart + 6]} == {"looped-2", "looped-3", "looped-4", "wave-3", "wave-4"}

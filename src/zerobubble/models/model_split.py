@@ -340,8 +340,13 @@ class ModelSplit:
     def describe(self, num_stages: int) -> str:
         """Describes the cut: a line for each stage, each tied parameter and each rank, the lower bound, and the proof."""
         words = cut_in_words(self.stages(num_stages), self.tied(num_stages), self.layer_cut(num_stages))
-        words += f"\nTimes are estimates at {self._machine.flops_per_second:.0e} operations a second"
-        words += "." if self._machine != COUNTING else ", as the example is small: give its real size (--sequence) for those of a GPU."
+        if self._schedule is None:
+            words += "\nEach rank has one stage. For another placement: split.for_schedule(schedule), or --schedule on the command line."
+        if self._machine == COUNTING:
+            words += "\nTimes are estimates at 1 GFLOP/s, as the example is small. For those of a GPU, give an example of the real size "
+            words += "(on the command line, --sequence)."
+        else:
+            words += f"\nTimes are estimates at {self._machine.flops_per_second / 1e12:,g} TFLOP/s."
         if self._source.trace is not None:
             words += "\nCut between operations, which torch.export found: the model has too few parts."
         return f"{words}\n{self._proofs[num_stages]}"

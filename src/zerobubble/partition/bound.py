@@ -36,7 +36,7 @@ def cut_bound(layers: Sequence[Layer], placement: Placement, speeds: Speeds = ()
 
 def layer_label(number: int, layer: Layer) -> str:
     """Returns a label such as `layer 33 (lm_head)`."""
-    return f"layer {number} ({layer.name})" if layer.name else f"layer {number}"
+    return f"layer {number} ({layer.name})" if layer.name not in ("", str(number)) else f"layer {number}"
 
 
 def heaviest_layer(layers: Sequence[Layer]) -> int:
