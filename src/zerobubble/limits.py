@@ -15,9 +15,9 @@ MAX_LIMIT = 2**62
 
 
 def _for_each_rank(memory: object) -> str:
-    if isinstance(memory, str):
-        return "Limits(('40GB',) * num_ranks) gives 40 GB to each"
-    return f"Limits(({memory},) * num_ranks) gives {memory:,} bytes to each" if isinstance(memory, int) else ""
+    if type(memory) is int and memory > 0:
+        return f"Limits(({memory},) * num_ranks) gives {memory:,} bytes to each"
+    return "Limits(('40GB',) * num_ranks) gives 40 GB to each"
 
 
 @takes()

@@ -180,6 +180,10 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: Limits(("40GB", "40")), ("rank 1", "memory", "limit", "40", "40GB")),
     (lambda: Limits((2**70,)), ("rank 0", "memory", "limit", 1180591620717411303424)),
     (lambda: Limits((0,)), ("rank 0", "memory", "positive", 0)),
+    (lambda: Limits(-3), ("memory", -3, "40GB")),  # type: ignore[arg-type]
+    (lambda: Limits(0.1), ("memory", 0.1, "40GB")),  # type: ignore[arg-type]
+    (lambda: zb.plan(Costs.uniform(8, stages_per_rank=2), 8), ("Placement.vee(4)", "Placement.linear(8)")),
+    (lambda: zb.plan(Costs.uniform(7), 8), ("Placement.linear(7)",)),
     (lambda: Workload.uniform(8, 10), ("Workload.uniform", "times", 10)),
     (lambda: Workload.from_ms([1, 1], [1, 1], [1, 1], 0.2), ("comm", "workload", "0.2")),
     (lambda: WORK.costs("vee"), ("Workload.costs", "placement", "vee")),

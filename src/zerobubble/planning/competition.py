@@ -150,7 +150,10 @@ def placements_for(work: Workload | Costs, given: Placements | None) -> dict[str
     if isinstance(known, str) and work.placement is not None and known != ANY:
         known = family(known, work.placement.num_ranks)
     if not isinstance(known, Placement):
-        raise InputError("costs of stages need one placement", remedy="give it, such as placements=Placement.linear(4), or plan a Workload")
+        stages = work.num_stages
+        even = f"Placement.vee({stages // 2}) or " if stages % 2 == 0 else ""
+        remedy = f"give it, such as placements={even}Placement.linear({stages}), or plan a Workload"
+        raise InputError("costs of {stages} stages need one placement", stages=stages, remedy=remedy)
     return placements_to_try(known, known.num_ranks)
 
 
