@@ -463,7 +463,7 @@ def test_the_cut_in_words_names_stages_parts_and_shares() -> None:
     message = zb.split(Deep(), example=torch.ones(1, 3)).describe(2)
     states(message.splitlines()[0], "stage 0", "embed")
     assert message.count("parameters") == 2
-    states(message, "1e+09", "estimates")
+    states(message, "1 GFLOP/s", "estimates")
 
 
 def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:

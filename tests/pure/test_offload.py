@@ -433,7 +433,7 @@ def test_the_price_of_offloads_is_that_of_their_timeline(name: str) -> None:
     for by_span in (False, True):
         player = OffloadPlayer(graph, order, schedule, costs, HostLink(1e9, 1e9), by_span=by_span)
         timeline = player.timeline(offloads)
-        ends = [max(row[-1].end, *(one.end for one in timeline.reductions_of(rank))) for rank, row in enumerate(timeline.rows)]
+        ends = [max([row[-1].end, *(one.end for one in timeline.reductions_of(rank))]) for rank, row in enumerate(timeline.rows)]
         assert player.price(offloads) == (timeline.span if by_span else timeline.makespan, sum(ends))
 
 
