@@ -70,7 +70,7 @@ def each(wanted: Wanted | type) -> Wanted:
 
 def number(words: str, accepts: Callable[[Any], bool]) -> Wanted:
     """A number that `accepts` returns True for."""
-    return Wanted(words, accepts, _as_number)
+    return Wanted(words, accepts, lambda value: _as_number(value, accepts))
 
 
 def function(*parameters: str, that: str = "", makes: str = "") -> Wanted:
@@ -111,13 +111,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _as_number(value: Any) -> str:
+def _as_number(value: Any, accepts: Callable[[Any], bool]) -> str:
+    """What to write instead of a float or text that stands for a number that a function `accepts`."""
+    if isinstance(value, float):
+        return f"write {int(value)}" if value.is_integer() and accepts(int(value)) else ""
     if not isinstance(value, str):
         return _as_list(value)
-    if value.strip().lstrip("-").isdigit():
-        return f"write {value.strip()} without quotes"
+    if value.strip().lstrip("-").isdecimal():
+        return f"write {value.strip()} without quotes" if accepts(int(value)) else ""
     size = read_bytes(value)
-    return f"write {size}" if size else ""
+    return f"write {size}" if size and accepts(size) else ""
 
 
 def _as_list(value: Any) -> str:

@@ -408,6 +408,8 @@ class Costs(Displayed):
         """
         if stages_per_rank < 1:
             raise wrong("stages_per_rank", stages_per_rank, "at least 1")
+        if num_stages % stages_per_rank:
+            raise wrong("num_stages", num_stages, f"a multiple of {stages_per_rank}, the stages_per_rank")
         together = sum(times) if overlap is None else overlap
         named = {"comm": comm, "held": held, "overlap": together, "fused": fused or 0.0, "reduce": reduce}
         for name, value in {**dict(zip("FBW", times, strict=True)), **named}.items():

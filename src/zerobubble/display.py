@@ -7,6 +7,8 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 COLUMNS = 120
+WIDEST = 240
+"""Columns of a `repr` that ends in a sentence with a reason."""
 LINES = 40
 _LONGEST_WORD = 20
 
@@ -56,11 +58,11 @@ def draws(kind: type[Displayed], form: Literal["html", "svg"]) -> Callable[[Draw
     return install
 
 
-def clipped(line: str, end: str = "") -> str:
-    """Return `line` cut to the width of a screen, if possible between two words, with `end` kept."""
-    if len(line) <= COLUMNS:
+def clipped(line: str, end: str = "", columns: int = COLUMNS) -> str:
+    """Return `line` cut to `columns`, by default the width of a screen, if possible between two words, with `end` kept."""
+    if len(line) <= columns:
         return line
-    head = line[: COLUMNS - 4 - len(end)]
+    head = line[: columns - 4 - len(end)]
     between = head.rfind(" ")
     return f"{head[:between]} ...{end}" if between > len(head) - _LONGEST_WORD else f"{head}...{end}"
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from string import Formatter
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = ["Fault", "InputError", "ParseError", "PipelineError", "ProgramError",
 MOST_WHOLE = 2**63 - 1
 """The largest whole number in a file."""
 _LONGEST_WORD, _LONGEST_MESSAGE = 600, 8000
+_ALIKE = 0.85
 
 
 class _Sentences(Formatter):
@@ -72,10 +73,10 @@ class ParseError(InputError):
 
 
 @contextmanager
-def reading(noun: str, data: Any, newest: int = 1) -> Iterator[None]:
+def reading(noun: str, data: Any, newest: int = 1, remedy: str = "") -> Iterator[None]:
     """Read the JSON form of a `noun`: whatever malformed `data` raises inside comes out as a `ParseError` that says what is wrong.
 
-    Forms from version 1 up to the `newest` are read.
+    Forms from version 1 up to the `newest` are read. The `remedy` is that for a missing key.
     """
     if not isinstance(data, dict):
         raise ParseError("{noun} in JSON form must be an object, got {got}", noun=with_article(noun), got=type(data).__name__)
@@ -85,7 +86,8 @@ def reading(noun: str, data: Any, newest: int = 1) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise ParseError("{noun} in JSON form must have the key {reason}", noun=with_article(noun), reason=str(error)) from error
+        sentence = "{noun} in JSON form must have the key {reason}"
+        raise ParseError(sentence, noun=with_article(noun), reason=str(error), remedy=remedy) from error
     except (TypeError, ValueError) as error:
         raise ParseError("not {noun} in JSON form: {reason}", noun=with_article(noun), reason=str(error)) from error
 
@@ -200,6 +202,22 @@ def near(word: str, known: Iterable[str], *, same_numbers: bool = False) -> str:
     """
     found = nearest(word, [each for each in known if not same_numbers or _numbers(each) == _numbers(word)])
     return f"did you mean {found!r}? " if found else ""
+
+
+def near_all(word: str, known: Iterable[str]) -> str:
+    """Like `near`, with all known words about as near; one alone if it is spelled almost alike.
+
+    >>> near_all("zb-x", ["gpipe", "zb-h1", "zb-h2", "zb-v"])
+    "did you mean 'zb-h1', 'zb-h2' or 'zb-v'? "
+    """
+    words = list(known)
+    found = nearest(word, words)
+    if SequenceMatcher(None, found, word).ratio() > _ALIKE:
+        return near(word, words)
+    alike = [each for each in words if word and each.startswith(word)][:4]
+    alike = alike or (get_close_matches(word, words, n=4, cutoff=0.66) if found else [])
+    *others, last = [repr(each) for each in words if each in alike] or [""]
+    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}? " if alike else ""
 
 
 def _numbers(word: str) -> list[str]:

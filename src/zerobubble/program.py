@@ -30,6 +30,11 @@ class Compute(NamedTuple):
     def __str__(self) -> str:
         return f"run {'&'.join(map(str, self.step))}"
 
+    @property
+    def in_words(self) -> str:
+        """Such as "F of stage 2, microbatch 5"."""
+        return " with ".join(f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}" for op in self.step)
+
 
 class Send(NamedTuple):
     """Send a value of this rank to `peer`."""

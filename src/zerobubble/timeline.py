@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerobubble.arguments import takes
 from zerobubble.display import Displayed
@@ -129,6 +129,13 @@ class RankFigures:
         return self.work + self.gaps + self.reduction
 
 
+_INSTEAD = {
+    "bubble": ": `bubble_makespan` is the idle share of the makespan, `bubble_span` that of the longest span of a rank",
+    "period": ": `zb.simulation.period(schedule, costs)` returns it",
+}
+"""What has the figures that a timeline lacks."""
+
+
 @takes()
 @dataclass(frozen=True, repr=False)
 class Timeline(Displayed):
@@ -148,7 +155,7 @@ class Timeline(Displayed):
     >>> import zerobubble as zb
     >>> timeline = zb.simulate(zb.make("zb-h1", 2, 3), zb.Costs.uniform(2, times=(10, 10, 8)))
     >>> print(timeline)
-    Timeline zb-h1 (simulated): 2 ranks, 18 spans, makespan 96 ms, bubble 12.5 %
+    Timeline zb-h1 (simulated): 2 ranks, 18 spans, makespan 96 ms, bubble 12.5 % of the makespan
     rank 0: works 84 ms, idles 12 ms
     rank 1: works 84 ms, idles 12 ms
     >>> timeline.span, timeline.makespan
@@ -171,7 +178,7 @@ class Timeline(Displayed):
 
     def _summary(self) -> str:
         sizes = f"{counted(self.num_ranks, 'rank')}, {counted(sum(map(len, self.rows)), 'span')}"
-        figures = f"makespan {show_ms(self.makespan)}, bubble {show_percent(self.bubble_makespan)}"
+        figures = f"makespan {show_ms(self.makespan)}, bubble {show_percent(self.bubble_makespan)} of the makespan"
         return f"{self.name or 'unnamed'} ({self.source}): {sizes}, {figures}"
 
     def _details(self) -> Iterator[str]:
@@ -179,6 +186,11 @@ class Timeline(Displayed):
             # Simulated bytes may be arbitrary units (`Costs.uniform`), which a timeline cannot distinguish from bytes.
             peak = "" if rank.peak_bytes is None or self.source == "simulated" else f", holds up to {show_bytes(rank.peak_bytes)}"
             yield f"rank {rank.rank}: works {show_ms(rank.work)}, idles {show_ms(self.makespan - rank.work)}{peak}"
+
+    if not TYPE_CHECKING:  # which would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"'Timeline' object has no attribute {name!r}{_INSTEAD.get(name, '')}", name=name, obj=self)
 
     @property
     def num_ranks(self) -> int:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from zerobubble.errors import InputError, nearest
+from zerobubble.errors import InputError, nearest, shown
 
 Parameters = Mapping[str, inspect.Parameter]
 
@@ -35,6 +35,12 @@ SYNONYMS = (
     {"no_browser", "no_open", "headless"},
 )
 """Words for one thing, in the names of zerobubble and those that other libraries and the command line give to it."""
+
+
+_INSTEAD = {
+    ("Pipeline", "stages_per_rank"): "pass make(name, num_ranks, num_microbatches, stages_per_rank={got}) as the schedule",
+}
+"""What to do instead of giving an unknown argument to a function."""
 
 
 MOST_SHOWN = 8
@@ -68,8 +74,14 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
         argument=", ".join([*meant, *missing]),
         got=got[0] if len(got) == 1 else got or None,
         expected=", ".join([*filter(None, meant.values()), *missing]),
-        remedy=f"call it as {_usage(name, parameters, meant | twice)}",
+        remedy=_instead(name, meant, kwargs) or f"call it as {_usage(name, parameters, meant | twice)}",
     )
+
+
+def _instead(name: str, unknown: Iterable[str], kwargs: Mapping[str, Any]) -> str:
+    """Returns what to do instead of giving the `unknown` arguments; "" if that is not known."""
+    found = {each: nearest_name(each, [argument for call, argument in _INSTEAD if call == name]) for each in unknown}
+    return "; ".join(_INSTEAD[name, known].format(got=shown(kwargs[each])) for each, known in found.items() if known)
 
 
 def _meant(unknown: Sequence[str], parameters: Parameters, filled: Sequence[str], missing: Sequence[str]) -> dict[str, str]:

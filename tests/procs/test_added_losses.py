@@ -212,9 +212,10 @@ class Changing(Routed):
 
 
 FAULTS = {
-    Reentrant: "rank 1 failed at 'run 1F0': InputError: add_loss('router') is called where no gradient is recorded, "
-    "under torch.no_grad or in a reentrant checkpoint; call it outside of it, or give the checkpoint use_reentrant=False",
-    Sums: "rank 0 failed at 'run 0F0': InputError: add_loss takes a floating-point tensor with one element, "
+    Reentrant: "rank 1 failed at 'run 1F0' (F of stage 1, microbatch 0): InputError: add_loss('router') is called "
+    "where no gradient is recorded, under torch.no_grad or in a reentrant checkpoint; "
+    "call it outside of it, or give the checkpoint use_reentrant=False",
+    Sums: "rank 0 failed at 'run 0F0' (F of stage 0, microbatch 0): InputError: add_loss takes a floating-point tensor with one element, "
     "the mean over its microbatch, got (2, 5, 3) torch.float64 for 'router'",
 }
 

@@ -601,6 +601,7 @@ def other_type(group: Any) -> tuple[str, bool]:
 def test_another_dtype_between_stages_is_reported_before_anything_is_done(world: Ranks) -> None:
     (text, untouched) = world.run(other_type, ranks=4)[0]
     assert untouched
-    assert re.search(r"rank 2 failed at 'run 2F0': RuntimeError: .*[Dd]?type.*; stage 2 was given \(2, 5, 6\) float32 by stage 1$", text), (
-        text
-    )
+    assert re.search(
+        r"rank 2 failed at 'run 2F0' \(F of stage 2, microbatch 0\): .*[Dd]?type.*; stage 2 was given \(2, 5, 6\) float32 by stage 1$",
+        text,
+    ), text

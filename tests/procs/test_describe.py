@@ -23,6 +23,19 @@ def describe(group: Any, name: str) -> tuple[list[zb.nn.SplitReport], str, bool]
         return list(message), str(message), all(p.grad is None for p in pipe.parameters())
 
 
+def describe_on_one_rank(group: Any) -> str:
+    with zb.Pipeline(build, "1f1b", 2, loss_fn, group=group) as pipe:
+        if pipe.rank:
+            return ""
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.describe(*batch(2))
+    return str(caught.value)
+
+
+def test_a_method_that_only_one_rank_calls_is_named(world: Ranks) -> None:
+    states(world.run(describe_on_one_rank, ranks=2)[0], "rank 1", "`describe`")
+
+
 def test_the_text_of_a_report_has_a_line_for_each_reason() -> None:
     vectors = tuple(InB(f"{n}.bias", "a reason of its own", "Linear" if n % 2 else "LayerNorm") for n in range(49))
     blocks = tuple(InB(f"blocks.{n}.conv", "gradients of Conv cannot be deferred") for n in range(6))

@@ -79,7 +79,7 @@ def late(store: Any) -> Slow:
 @pytest.mark.parametrize("slow", every(2, [2, 1]))
 def test_a_late_rank_reports_a_failure_in_the_same_words(world: Ranks, slow: int) -> None:
     results = world.run(end_with_a_slow_rank, "boom", slow, late, ranks=3)
-    assert set(results) == {("rank 1 failed at 'run 1B2': ValueError: boom", 1)}
+    assert set(results) == {("rank 1 failed at 'run 1B2' (B of stage 1, microbatch 2): ValueError: boom", 1)}
 
 
 @pytest.mark.long
@@ -196,5 +196,6 @@ class Dawdling(nn.Linear):
 def test_a_rank_that_computes_in_another_pipeline_is_named(world: Ranks, tmp_path: Path) -> None:
     ((text, rank),) = set(world.run(compute_elsewhere, tmp_path / "sign", ranks=2))
     assert rank == 1
-    start = r"rank 1 kept the others waiting: it was at 'run 0F0' in its pipeline \d+ \('1f1b'\), another one, when rank 0 gave up "
+    start = r"rank 1 kept the others waiting: it was at 'run 0F0' \(F of stage 0, microbatch 0\) "
+    start += r"in its pipeline \d+ \('1f1b'\), another one, when rank 0 gave up "
     assert re.match(start, text)

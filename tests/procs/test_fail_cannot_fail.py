@@ -209,7 +209,7 @@ def test_a_rank_that_was_busy_blames_the_culprit_though_the_store_has_ended(host
     hosted.processes[0].join()
     (tmp_path / "ended").touch()
     assert first == hosted.outcome(1) == hosted.outcome(2) == hosted.outcome(3)
-    assert first == ("ok", ("rank 1 failed at 'run 1F2': ValueError: boom", 1))
+    assert first == ("ok", ("rank 1 failed at 'run 1F2' (F of stage 1, microbatch 2): ValueError: boom", 1))
 
 
 def stop_self() -> None:
@@ -266,4 +266,4 @@ def hosts_process(group: Any) -> int:
 @pytest.mark.long
 def test_a_store_that_is_silent_for_a_second_is_waited_for(hosted: Ranks) -> None:
     results = set(hosted.run(fail_while_the_host_is_stopped, 1.0, ranks=4))
-    assert results == {("rank 1 failed at 'run 1F2': ValueError: boom", 1)}
+    assert results == {("rank 1 failed at 'run 1F2' (F of stage 1, microbatch 2): ValueError: boom", 1)}

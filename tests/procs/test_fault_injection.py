@@ -86,15 +86,15 @@ class Moment(NamedTuple):
 
 
 MOMENTS = {
-    "forward": Moment(Stage, "forward", 2, "at 'run {rank}F2'"),
-    "backward": Moment(Stage, "backward", 2, "at 'run {rank}B2'"),
-    "weight": Moment(Stage, "weight", 2, "at 'run {rank}W2'"),
-    "loss": Moment(StepLosses, "_loss", 2, "at 'run {rank}F2'"),
+    "forward": Moment(Stage, "forward", 2, "at 'run {rank}F2' (F of stage {rank}, microbatch 2)"),
+    "backward": Moment(Stage, "backward", 2, "at 'run {rank}B2' (B of stage {rank}, microbatch 2)"),
+    "weight": Moment(Stage, "weight", 2, "at 'run {rank}W2' (W of stage {rank}, microbatch 2)"),
+    "loss": Moment(StepLosses, "_loss", 2, "at 'run {rank}F2' (F of stage {rank}, microbatch 2)"),
     "after": Moment(StepLosses, "close", 0, "after its last pass"),
     "clip": Moment(clip, "norms_of", 0, "while clipping gradients"),
     "timeline": Moment(trace, "gather", 0, "while gathering a timeline"),
     "profile": Moment(ProgramCache, "one_by_one", 0, "while profiling"),
-    "eval": Moment(Stage, "infer", 1, "at 'run {rank}F1'"),
+    "eval": Moment(Stage, "infer", 1, "at 'run {rank}F1' (F of stage {rank}, microbatch 1)"),
     "open": Moment(Transport, "open", 0, "while connecting the ranks"),
 }
 OUTSIDE = ("build", "optimizer")

@@ -260,22 +260,32 @@ class Wrong(NamedTuple):
 
 WRONG = {
     "another width": Wrong(
-        ("rank 1 failed at 'run 1F0': RuntimeError: ", "mat1 and mat2 shapes cannot be", "stage 1 was given (2, 5, 6) float64 by stage 0"),
+        (
+            "rank 1 failed at 'run 1F0' (F of stage 1, microbatch 0): RuntimeError: ",
+            "mat1 and mat2 shapes cannot be",
+            "stage 1 was given (2, 5, 6) float64 by stage 0",
+        ),
         front=Narrow,
     ),
     "a name between stages that the next does not take": Wrong(
         (
-            "rank 1 failed at 'run 1F0': TypeError",
+            "rank 1 failed at 'run 1F0' (F of stage 1, microbatch 0): TypeError",
             "argument 'hidden'",
             "stage 1 was given a dict of 'hidden': (2, 5, 6) float64 by stage 0",
         ),
         Named,
     ),
     "an object between stages": Wrong(
-        ("rank 0 failed at 'run 0F0': TypeError: the output of stage 0['hidden'] is a set, which is neither a tensor",), Odd
+        ("rank 0 failed at 'run 0F0' (F of stage 0, microbatch 0): TypeError: the output of stage 0['hidden'] is a set",),
+        Odd,
     ),
     "its input changed in place": Wrong(
-        ("rank 1 failed at 'run 1F0': RuntimeError: a leaf Variable that requires grad", "let it work on x.clone()"), front=InPlace
+        (
+            "rank 1 failed at 'run 1F0' (F of stage 1, microbatch 0): RuntimeError",
+            "a leaf Variable that requires grad",
+            "let it work on x.clone()",
+        ),
+        front=InPlace,
     ),
     "another shape in the second step": Wrong(
         ("rank 1 failed at", "the activation of stage 1, microbatch 0 is (2, 4, 6) float64, but was (2, 5, 6) float64", "pad it"),
@@ -287,13 +297,16 @@ WRONG = {
     "no inputs": Wrong(("rank 0: inputs are missing", "rank 0 holds the first stage"), data=lambda _, y: (None, y)),
     "too few sequences": Wrong(("rank 0", "rank 2", "batch size 3", "4 microbatches"), data=lambda x, y: (x[:3], y[:3])),
     "targets of another length": Wrong(
-        ("rank 2 failed at 'run 2F0': ValueError", "output=(2, 5, 11) float64", "target=(2, 4) int64"), data=lambda x, y: (x, y[:, 1:])
+        ("rank 2 failed at 'run 2F0' (F of stage 2, microbatch 0): ValueError", "output=(2, 5, 11) float64", "target=(2, 4) int64"),
+        data=lambda x, y: (x, y[:, 1:]),
     ),
     "a weight of what targets do not have": Wrong(
         ("rank 2 failed before its first pass: IndexError", "loss_weight", "target=(2, 5) int64"),
         weight=lambda target: target[:, :, 0].sum(),
     ),
-    "a loss for each token": Wrong(("rank 2 failed at 'run 2F0'", "loss_fn must return a tensor with one element"), reduction="none"),
+    "a loss for each token": Wrong(
+        ("rank 2 failed at 'run 2F0' (F of stage 2, microbatch 0)", "loss_fn must return a tensor with one element"), reduction="none"
+    ),
 }
 
 

@@ -165,21 +165,24 @@ def refusal(group: Any, acts: Acts) -> str:
 FAULTS = {
     "nobody": (
         Acts("stash:skip", "", "pop:skop", ""),
-        "rank 2 failed at 'run 2F0': InputError: stage 2 pops 'skop', which nobody stashed before, or which was popped without keep=True; "
+        "rank 2 failed at 'run 2F0' (F of stage 2, microbatch 0): InputError: "
+        "stage 2 pops 'skop', which nobody stashed before, or which was popped without keep=True; "
         "did you mean 'skip'? on their way are 'skip'",
     ),
     "twice popped": (
         Acts("stash:a", "pop:a", "pop:a", ""),
-        "rank 2 failed at 'run 2F0': InputError: stage 2 pops 'a', which nobody stashed before, or which was popped without keep=True; "
+        "rank 2 failed at 'run 2F0' (F of stage 2, microbatch 0): InputError: "
+        "stage 2 pops 'a', which nobody stashed before, or which was popped without keep=True; "
         "nothing is on its way",
     ),
     "twice stashed": (
         Acts("stash:a", "stash:a", "", "pop:a"),
-        "rank 1 failed at 'run 1F0': InputError: stage 1 stashes 'a', which is on its way already; pop it before, or take another name",
+        "rank 1 failed at 'run 1F0' (F of stage 1, microbatch 0): InputError: "
+        "stage 1 stashes 'a', which is on its way already; pop it before, or take another name",
     ),
     "never popped": (
         Acts("stash:a stash:b", "", "pop:b", ""),
-        "rank 3 failed at 'run 3F0': InputError: stage 3, the last, ends with 'a' still on the way; "
+        "rank 3 failed at 'run 3F0' (F of stage 3, microbatch 0): InputError: stage 3, the last, ends with 'a' still on the way; "
         "pop what is stashed in the stage that needs it last",
     ),
 }

@@ -63,7 +63,7 @@ def await_the_signal(group: Any, still: int, victim: int, doing: str, folder: Pa
 @pytest.mark.parametrize(
     ("victim", "doing", "hosted"),
     [
-        (2, "at 'run 2F0'", False),
+        (2, "at 'run 2F0' (F of stage 2, microbatch 0)", False),
         pytest.param(3, "waiting for the activation of stage 2, microbatch 0", False, marks=pytest.mark.long),
         pytest.param(0, "waiting for the gradient of stage 1, microbatch 0", True, marks=pytest.mark.long),
     ],
@@ -145,8 +145,15 @@ pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
 @pytest.mark.parametrize(
     ("act", "exitcode", "message"),
     [
-        pytest.param("boom", "(1|-15)", "rank 1 failed at 'run 1F0': ValueError: boom", marks=(needs_all_that_ended, pytest.mark.long)),
-        pytest.param("SIGTERM", "-15", "rank 1 received SIGTERM while it was at 'run 1F0'", marks=pytest.mark.long),
+        pytest.param(
+            "boom",
+            "(1|-15)",
+            "rank 1 failed at 'run 1F0' (F of stage 1, microbatch 0): ValueError",
+            marks=(needs_all_that_ended, pytest.mark.long),
+        ),
+        pytest.param(
+            "SIGTERM", "-15", "rank 1 received SIGTERM while it was at 'run 1F0' (F of stage 1, microbatch 0)", marks=pytest.mark.long
+        ),
         pytest.param("SIGKILL", "-9", "Signal 9 (SIGKILL) received by PID", marks=pytest.mark.long),
     ],
 )

@@ -6,7 +6,7 @@ A rank is reported as gone, or out of memory, only with evidence.
 from __future__ import annotations
 
 from tests.refusals import states
-from zerobubble.runtime.failure.blame import diagnose
+from zerobubble.runtime.failure.blame import CLOSING, diagnose
 from zerobubble.runtime.failure.report import RankStatus
 from zerobubble.runtime.transport.contact import EVERYBODY, STARTING, TIMED_OUT
 
@@ -130,3 +130,10 @@ def test_a_short_standstill_is_no_excuse_for_a_rank_in_code_of_its_own() -> None
 def test_nobody_is_blamed_for_a_standstill_where_nobody_waited_too_long() -> None:
     words = {0: RankStatus("waiting", 1, "Connection closed by peer"), 1: RankStatus("waiting", 0, stalled_s=4.6)}
     assert diagnose(words, 2, 0).rank == -1
+
+
+def test_a_method_that_one_rank_calls_alone_is_named() -> None:
+    for doing in ("refusing a call", "exchanging a message"):
+        note = diagnose({0: RankStatus(doing, 1, "Connection closed by peer", call="describe"), 1: CLOSING}, 2, 0)
+        assert note.rank == 1
+        states(note.message, "`describe`", "rank 0", "rank 1")

@@ -450,9 +450,9 @@ def test_shortage_says_once_what_ranks_have_in_common() -> None:
     def lacks(*limits: int) -> str:
         return shortage(Placement.linear(5), Costs.from_ms([1] * 5, [1] * 5, [1] * 5, held_after_f=[8] * 5), Limits(limits))
 
-    states(lacks(7, 7, 7, 7, 7), 8, 1, 7, "rank", "bytes")
-    states(lacks(8, 7, 7, 7, 8), 1, 3, 8, 7, "ranks", "bytes")
-    states(lacks(7, 8, 7, 8, 8), 0, 2, 8, 1, 7, "ranks", "bytes")
+    states(lacks(7, 7, 7, 7, 7), 8, 1, 7, "rank", "B")
+    states(lacks(8, 7, 7, 7, 8), 1, 3, 8, 7, "ranks", "B")
+    states(lacks(7, 8, 7, 8, 8), 0, 2, 8, 1, 7, "ranks", "B")
 
 
 def test_a_limit_that_holds_everything_is_none() -> None:

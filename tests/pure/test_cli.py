@@ -193,6 +193,8 @@ def test_an_illegal_file_cannot_be_shown(tmp_path: Path) -> None:
         ("show zb-h9 --ranks 2 --microbatches 2", "did you mean 'zb-h2'?"),
         ("show zb-h1", "needs --ranks P and --microbatches M"),
         ("show zb-h1 --ranks 2", "needs --microbatches M"),
+        ("compare zb-h1", "--ranks 4 --microbatches 8"),
+        ("explore --host 192.0.2.1 --port 0 --no-browser", "give another --host"),
         ("show zb-h1 --ranks x --microbatches 2", "--ranks"),
         ("show zb-h1 --ranks 0 --microbatches 2", "got 0"),
         ("show zb-h1 --ranks 2 --microbatches -1", "got -1"),

@@ -105,6 +105,13 @@ def test_a_stray_pass_is_a_fault_and_not_a_parse_error() -> None:
     states(schedule_faults(schedule)[0].message, "rank 0", "1BW1", "position 4", "stage 1", "rank 1")
 
 
+def test_a_missing_row_is_named_as_the_likely_cause() -> None:
+    rows = to_torch_csv(make("zb-v", 4, 8)).splitlines()
+    with raises(ParseError, what="stage", missing=3, largest=7) as caught:
+        from_torch_csv("\n".join(rows[:-1]))
+    states(caught.value.fields["remedy"], "row")
+
+
 def test_two_routes_cannot_be_written() -> None:
     placement = Placement.custom((0, 1), (1, 0))
     schedule = Schedule("both ways", placement, 1, ((Op.parse("0F0"),), (Op.parse("1F0"),)))

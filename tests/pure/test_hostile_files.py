@@ -15,7 +15,7 @@ import pytest
 import zerobubble as zb
 from tests.pure.test_cli import run
 from tests.pure.test_forms import places
-from tests.refusals import Stated, raises
+from tests.refusals import Stated, raises, states
 from tests.thinned import every
 from zerobubble.blocks import Block, known_block
 from zerobubble.cli.inputs import files
@@ -253,3 +253,12 @@ def test_a_file_longer_than_the_limit_is_refused_and_not_read(tmp_path: Path, mo
     refused = run("show", str(tmp_path / "long.json"))
     assert (refused.exit_code, "more than 1,000 bytes" in refused.stderr) == (2, True)
     assert run("show", "/dev/zero").exit_code == 2
+
+
+@pytest.mark.parametrize("key", ["costs", "limits", "schedule", "bound"])
+def test_a_plan_without_a_key_says_what_writes_one(key: str) -> None:
+    data = zb.plan(zb.Workload.uniform(2, (10, 10, 8)), 4, placements="vee", seconds=0).to_dict()
+    del data[key]
+    with raises(zb.InputError, reason=f"'{key}'") as caught:
+        zb.planning.Plan.from_dict(data)
+    states(caught.value.fields["remedy"], "io.save_plan")

@@ -259,8 +259,7 @@ def test_too_little_memory_is_infeasible_with_the_rank() -> None:
     limits = Limits((*problem.limits.memory[:5], 100, *problem.limits.memory[6:]))
     solved = solve(Problem(problem.placement, 24, problem.costs, limits))
     assert (solved.status, solved.order, solved.time, solved.gap, solved.bubble) == (Status.INFEASIBLE, None, None, None, None)
-    assert "rank 5" in solved.reason
-    assert "11999900" in solved.reason
+    states(solved.reason, "rank 5", "12 MB", "100 B")
     with raises(InputError, "plan", "rank 5"):
         solved.to_dict()
 
@@ -576,3 +575,31 @@ def test_placements_that_the_budget_is_too_short_for_are_left_out_with_the_reaso
     assert found.placement.name == "vee", "the most promising"
     counted = zb.plan(work, 8, memory=4, placements=["linear", "vee", "looped-2"], evaluations=1)
     assert all(choice.plan.order is not None for choice in counted.choices), "where the clock must not decide"
+
+
+def test_memory_below_a_microbatch_is_stated_in_the_unit_of_the_work() -> None:
+    """Costs made of times have no bytes, so their shortage is in microbatches; that of measured costs is in bytes with a unit."""
+    vee, measured = Placement.vee(2), Costs.from_ms([1] * 4, [1] * 4, [1] * 4, held_after_f=[10**9] * 4)
+    without_bytes = zb.plan(Costs.uniform(4), 4, 0.1, placements=vee, evaluations=0)
+    with_bytes = zb.plan(measured, 4, 0.1, placements=vee, evaluations=0)
+    states(repr(without_bytes), 0.1, 1, "every")
+    states(repr(with_bytes), "2 GB", "1.8 GB", "200 MB")
+    assert "..." not in repr(without_bytes) + repr(with_bytes)
+
+
+def test_seconds_and_evaluations_exclude_each_other() -> None:
+    work = zb.Workload.uniform(2, (10, 10, 8))
+    with raises(InputError, argument="evaluations", other="seconds"):
+        zb.plan(work, 4, seconds=3, evaluations=10)
+    with raises(InputError, argument="evaluations", other="seconds"):
+        pareto(work, 4, [2], seconds=3, evaluations=10)
+    with raises(InputError, argument="evaluations", other="seconds"):
+        solve(problem_on("vee", 4), seconds=3, evaluations=10)
+
+
+def test_the_line_of_a_plan_and_its_bound_are_whole() -> None:
+    found = zb.plan(Costs.uniform(8, (10, 10, 8), 0.5, stages_per_rank=2), 8, placements=Placement.vee(4), evaluations=10)
+    assert repr(found).endswith("on vee over 4 ranks>")
+    assert "of the period" in repr(found)
+    assert repr(found.bound) == f"<Bound {found.bound}>"
+    assert "of the makespan" in repr(found.timeline)

@@ -40,11 +40,11 @@ def one_after_the_other(layers: list[Layer], placement: Placement, microbatches:
     cuts = balance_placement(layers, placement, limits)
     room = activation_limits(layers, cuts, placement, limits)
     problem = Problem(placement, microbatches, stage_costs(layers, cuts), room, objective)
-    return solve(problem, seconds=1, evaluations=100)
+    return solve(problem, evaluations=100)
 
 
 def together(layers: list[Layer], placement: Placement, microbatches: int, limits: Limits, objective: Objective) -> Plan:
-    return plan(layers, microbatches, limits, placements=placement, objective=objective, seconds=1, evaluations=100)
+    return plan(layers, microbatches, limits, placements=placement, objective=objective, evaluations=100)
 
 
 def savings_of(found: Plan) -> CutSavings:
@@ -72,7 +72,7 @@ def test_never_worse_than_balanced_cuts_and_then_a_plan(placement: Placement, ob
 
 
 def test_a_heavy_head_is_planned_shorter_with_other_cuts() -> None:
-    found = savings_of(plan(HEADED, 12, Limits((22_000,) * 4), placements=Placement.linear(4), seconds=1, evaluations=400))
+    found = savings_of(plan(HEADED, 12, Limits((22_000,) * 4), placements=Placement.linear(4), evaluations=400))
     assert found.cut.cuts != found.balanced_cut.cuts
     assert found.gain > 0.03
     assert found.cuts_planned > 1
@@ -98,7 +98,7 @@ def test_small_models_come_near_the_best_of_all_cuts() -> None:
     times = []
     for cuts in combinations(range(1, len(layers)), 2):
         problem = Problem(placement, 6, stage_costs(layers, cuts), limits)
-        times.append(solve(problem, seconds=1, evaluations=100).time or 0)
+        times.append(solve(problem, evaluations=100).time or 0)
     assert found.time is not None
     assert found.time <= 1.03 * min(times)
 
@@ -109,13 +109,13 @@ def test_the_same_budget_and_seed_give_the_same_plan() -> None:
 
 
 def test_without_limits_there_is_room_for_every_microbatch() -> None:
-    found = plan(HEADED, 3, placements=Placement.linear(2), seconds=1, evaluations=50)
+    found = plan(HEADED, 3, placements=Placement.linear(2), evaluations=50)
     assert found.problem.limits.memory == (3 * 23 * 1000 + 1,) * 2
 
 
 def test_parameters_that_fill_every_rank_are_an_input_error() -> None:
     with raises(InputError, "cuts", "memory"):
-        plan([layer(1, 1, 1, parameters=500)] * 4, 3, Limits((900, 900)), placements="linear", seconds=1, evaluations=10)
+        plan([layer(1, 1, 1, parameters=500)] * 4, 3, Limits((900, 900)), placements="linear", evaluations=10)
 
 
 def test_the_json_form_names_both_cuts_and_the_gain() -> None:
@@ -153,7 +153,7 @@ def test_layers_do_not_say_how_many_ranks_there_are() -> None:
 
 def test_placements_compete_and_the_winner_moves_its_cuts() -> None:
     placements = {"line": Placement.linear(2), "vee": Placement.vee(2), "fine": Placement.looped(2, 12)}
-    found = plan(HEADED, 6, Limits((60_000,) * 2), placements=placements, seconds=1, evaluations=200)
+    found = plan(HEADED, 6, Limits((60_000,) * 2), placements=placements, evaluations=200)
     names = [choice.name for choice in found.choices]
     assert sorted(names) == ["line", "vee"]
     assert savings_of(found).left_out == ("fine: 23 layers cannot be cut into 24 stages: a stage is at least one layer",)

@@ -378,7 +378,7 @@ def test_the_placement_must_be_the_planners(planner: Baseline, placement: Placem
 
 @pytest.mark.parametrize("planner", [zb_heuristic, adaptive, exact])
 def test_a_limit_below_one_microbatch_names_the_rank_and_what_it_lacks(planner: Baseline) -> None:
-    with raises(InputError, "rank 1", "1 more"):
+    with raises(InputError, "rank 1", 0.999999, 1):
         planner(Problem(LINE(2), 4, Costs.uniform(2), Limits((UNIT_BYTES, UNIT_BYTES - 1))))
 
 

@@ -61,6 +61,9 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: make("zb-v", 4, True), ("make", "num_microbatches", "True")),
     (lambda: make(SCHEDULE, 4, 8), ("make", "name", "Schedule")),
     (lambda: make("zb-w", 4, 8), ("zb-w", "zb-v")),
+    (lambda: make("zb-x", 4, 8), ("zb-x", "'zb-h1'", "'zb-h2'", "'zb-v'")),
+    (lambda: make("zb", 4, 8), ("zb", "'zb-h1'", "'zb-h2'", "'zb-v'")),
+    (lambda: make("zb-v", 4.0, 8), ("make", "num_ranks", "4.0", "4")),
     (lambda: make("interleaved-1f1b", 4, 8, grup=2), ("interleaved-1f1b", "grup", "group")),
     (lambda: register(early_w), ("register", "name", "a function", "schedules.register", "early-w")),
     (lambda: Recipe("mine", lambda: SCHEDULE), ("mine", "stages_per_rank")),
@@ -180,6 +183,12 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: Limits(("40GB", "40")), ("rank 1", "memory", "limit", "40", "40GB")),
     (lambda: Limits((2**70,)), ("rank 0", "memory", "limit", 1180591620717411303424)),
     (lambda: Limits((0,)), ("rank 0", "memory", "positive", 0)),
+    (lambda: Limits(-3), ("memory", -3, "('40GB',)")),
+    (lambda: Limits(0.1), ("memory", 0.1, "('40GB',)")),
+    (lambda: Limits("9XB"), ("memory", "9XB", "('40GB',)")),
+    (lambda: zb.plan(WORK, 8, "9XB"), ("memory", "9XB", "40GB", "Limits")),
+    (lambda: Costs.uniform(7, stages_per_rank=2), ("num_stages", 7, 2)),
+    (lambda: zb.plan(WORK, -4.0), ("num_microbatches", -4.0)),
     (lambda: Limits(-3), ("memory", -3, "40GB")),  # type: ignore[arg-type]
     (lambda: Limits(0.1), ("memory", 0.1, "40GB")),  # type: ignore[arg-type]
     (lambda: zb.plan(Costs.uniform(8, stages_per_rank=2), 8), ("Placement.vee(4)", "Placement.linear(8)")),
@@ -381,3 +390,18 @@ def test_lists_serve_where_tuples_are_kept() -> None:
     for from_lists, from_tuples in pairs:
         assert from_lists == from_tuples
         assert len({from_lists, from_tuples}) == 1
+
+
+def test_a_remedy_is_no_other_refused_value() -> None:
+    assert COUNT.remedy(4.0) == "write 4"
+    assert [COUNT.remedy(wrong) for wrong in (-4.0, 4.5, float("inf"), "-4")] == [""] * 4
+
+
+@pytest.mark.parametrize("name", ["bubble", "period", "spans_by_name"])
+def test_a_figure_that_a_timeline_lacks_names_the_one_that_exists(name: str) -> None:
+    timeline = zb.simulate(SCHEDULE, COSTS)
+    with pytest.raises(AttributeError) as caught:
+        getattr(timeline, name)
+    hints = {"bubble": ["bubble_makespan", "bubble_span"], "period": ["zb.simulation.period"]}.get(name, [])
+    assert caught.value.name == name
+    assert [hint for hint in ("bubble_makespan", "bubble_span", "zb.simulation.period") if hint in str(caught.value)] == hints

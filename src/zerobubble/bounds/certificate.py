@@ -39,10 +39,10 @@ from zerobubble.bounds.reasons import (
     work_reason,
 )
 from zerobubble.costs import Costs, Limits
-from zerobubble.display import clipped
+from zerobubble.display import WIDEST, clipped
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement
-from zerobubble.units import counted, show_ms
+from zerobubble.units import counted, show_bytes, show_ms
 
 WORK = (Kind.F, Kind.B, Kind.W)
 """The kinds of passes that every rank runs for each microbatch and stage."""
@@ -58,7 +58,7 @@ class Bound(NamedTuple):
     reason: str
 
     def __repr__(self) -> str:
-        return clipped(f"<Bound at least {show_ms(self.time)}: {self.reason}>", ">")
+        return clipped(f"<Bound at least {show_ms(self.time)}: {self.reason}>", ">", WIDEST)
 
     def __str__(self) -> str:
         return f"at least {show_ms(self.time)}: {self.reason}"
@@ -191,7 +191,8 @@ def shortage_text(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[
             has = counted(limit / sizes[rank], "microbatch")
             lack = f"has memory for {has} and needs memory for {need / sizes[rank]:.4g} to run {one} alone"
         else:
-            lack = f"needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
+            show = partial(counted, noun="byte") if show_bytes(need) == show_bytes(limit) else show_bytes
+            lack = f"needs {show(need)} for one microbatch, {show(need - limit)} more than its limit of {show(limit)}"
         ranks_by_lack.setdefault(lack, []).append(rank)
     return "; ".join(f"{_named(ranks, len(needed))} {lack}" for lack, ranks in ranks_by_lack.items())
 

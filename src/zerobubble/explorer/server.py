@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
+from errno import EADDRNOTAVAIL
 from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -63,19 +64,28 @@ def _bound(host: str, port: int) -> socket.socket:
     """A socket that listens at the address."""
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family[0], socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(family[4])
-        listening.listen(128)
+        with ExitStack() as stack:
+            listening = stack.enter_context(closing(socket.socket(family[0], socket.SOCK_STREAM)))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(family[4])
+            listening.listen(128)
+            stack.pop_all()
+            return listening
     except OSError as error:
         raise InputError(
             "cannot listen on {host} port {port}: {reason}",
             host=host,
             port=port,
             reason=str(error.strerror),
-            remedy="give another --port, or 0 for any that is free",
+            remedy=_remedy_for(error),
         ) from error
-    return listening
+
+
+def _remedy_for(error: OSError) -> str:
+    """What to change if an address cannot be used: the host if it is unknown or of another machine, else the port."""
+    if isinstance(error, socket.gaierror) or error.errno == EADDRNOTAVAIL:
+        return "give another --host, such as 127.0.0.1"
+    return "give another --port, or 0 for any that is free"
 
 
 def _bound_to(listening: socket.socket) -> str:

@@ -78,7 +78,8 @@ def _require_all(what: str, numbers: Sequence[int]) -> int:
     if len(seen) <= largest:
         missing = next(number for number in range(largest) if number not in seen)
         message = "{what} {missing} has no pass on any rank, although {what} {largest} has"
-        raise ParseError(message, what=what, missing=missing, largest=largest, remedy="number them from 0 without gaps")
+        remedy = "add the row that is missing, or number them from 0 without gaps"
+        raise ParseError(message, what=what, missing=missing, largest=largest, remedy=remedy)
     return largest + 1
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from zerobubble.bounds import Bound, Bounds
 from zerobubble.costs import Costs, Level, Limits
-from zerobubble.display import Displayed
+from zerobubble.display import WIDEST, Displayed, clipped
 from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
 from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import RankOffloads, offload_faults, play_offloads
@@ -185,12 +185,16 @@ class Plan(Displayed):
 
     def _summary(self) -> str:
         kind = "placement" if self.head is None else "head placement"
-        of = f", best of {counted(len(self.choices), kind)}" if self.choices else ""
+        of = f", best of {counted(len(self.choices), kind)}" if len(self.choices) > 1 else ""
         where = f"on {self.placement.name} over {counted(self.placement.num_ranks, 'rank')}{of}"
         if self.time is None or self.bubble is None:
             return f"{where}: {self.status}, {self.reason}"
-        figures = f"{self.problem.objective} {show_ms(self.time)}, bubble {100 * self.bubble:.2f} % (bound {100 * self.least_bubble:.2f} %)"
+        aim, bubbles = self.problem.objective, f"{100 * self.bubble:.2f} % of the {self.problem.objective}"
+        figures = f"{aim} {show_ms(self.time)}, bubble {bubbles} (bound {100 * self.least_bubble:.2f} %)"
         return f"{figures}, {self.status}: {self.how} {where}"
+
+    def __repr__(self) -> str:
+        return clipped(f"<Plan {self._summary()}>", ">", WIDEST)
 
     def _details(self) -> Iterator[str]:
         yield f"no schedule takes less than {show_ms(self.bound.time)}: {self.bound.reason}"
@@ -363,7 +367,7 @@ class Plan(Displayed):
         """
         if isinstance(data, dict) and data.get("format") == "zerobubble layers plan 1":
             data = data.get("plan", {})
-        with reading("plan", data, newest=7):
+        with reading("plan", data, newest=7, remedy="io.save_plan and `zerobubble plan -o` write files with all keys"):
             schedule = Schedule.from_dict(data["schedule"])
             problem = _problem_of(schedule, data)
             bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])

@@ -57,29 +57,31 @@ SECONDS = 5.0
 """Default seconds to search."""
 
 MICROBATCHES = NUMBER._replace(words="a number of microbatches")
-MEMORY = either(MICROBATCHES, Wanted("bytes such as '40GB'", lambda given: isinstance(given, str) and BYTES.accepts(given)), Limits)
+MEMORY = either(
+    MICROBATCHES, Wanted("bytes such as '40GB' or '37.5GiB'", lambda given: isinstance(given, str) and BYTES.accepts(given)), Limits
+)
 """What a rank may hold: microbatches of all its stages, bytes as text, or the bytes of each rank."""
 Memory = float | str | Limits
 
 
-@takes(problem=Problem, seconds=NUMBER, seed=WHOLE, evaluations=optional(WHOLE), baseline=optional(str))
+@takes(problem=Problem, seconds=optional(NUMBER), seed=WHOLE, evaluations=optional(WHOLE), baseline=optional(str))
 @garbage_collection_paused()
 def solve(
     problem: Problem,
     *,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     seed: int = 0,
     evaluations: int | None = None,
     baseline: str | None = None,
     seeds: Sequence[Schedule] = (),
     progress: ProgressCallback | None = None,
 ) -> Plan:
-    """Finds the shortest schedule for `problem` in `seconds`, or with `evaluations` schedules played, which is deterministic.
+    """Finds the shortest schedule for `problem` in `seconds` (5), or with `evaluations` schedules played, which is deterministic.
 
     Seeds, search and the final check share the seconds; compiling the search does not count. With a budget of 0 the answer is the best of
     `seeds` and the published schedules. `baseline` names a planner of the papers to use instead. Ctrl-C returns the best so far. The answer
-    is verified and played in plain Python. Raises `InputError` for a negative budget, and for a divided head or a host, which `zb.plan`
-    plans.
+    is verified and played in plain Python. Raises `InputError` for a negative budget, for both `seconds` and `evaluations`, and for a
+    divided head or a host, which `zb.plan` plans.
 
     >>> import zerobubble as zb
     >>> problem = zb.planning.Problem(zb.Placement.vee(2), 4, zb.Costs.uniform(4), zb.Limits((4_000_000,) * 2))
@@ -392,12 +394,14 @@ def has_ample_memory(problem: Problem) -> bool:
     return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches)
 
 
-def as_budget(seconds: float, evaluations: int | None) -> Budget:
-    """The budget; raises `InputError` if it is negative or not finite."""
+def as_budget(seconds: float | None, evaluations: int | None) -> Budget:
+    """The budget, by default `SECONDS`; raises `InputError` if it is negative or not finite, and for both kinds of it."""
+    if seconds is not None and evaluations is not None:
+        raise InputError("{argument} and {other} contradict each other", argument="evaluations", other="seconds", remedy="give one")
     for name, value in (("seconds", seconds), ("evaluations", evaluations)):
         if value is not None and (not isfinite(value) or value < 0):
             raise wrong(name, value, "a finite number >= 0")
-    return Budget(seconds, evaluations)
+    return Budget(SECONDS if seconds is None else seconds, evaluations)
 
 
 CLOSE = 0.005

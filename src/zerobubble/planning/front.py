@@ -18,7 +18,7 @@ from zerobubble.partition import Layer
 from zerobubble.partition.speeds import EACH_LINK, EACH_RANK, Links, as_links, as_speeds, at_links
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import ProgressCallback, Search
-from zerobubble.planning.competition import MEMORY, SECONDS, Memory, as_budget, compete, placements_for, problems_of
+from zerobubble.planning.competition import MEMORY, Memory, as_budget, compete, placements_for, problems_of
 from zerobubble.planning.cut_plan import OtherAxes, plan_cuts
 from zerobubble.planning.head_plan import HeadParts, given_head, least_bound, plan_head
 from zerobubble.planning.layer_plan import plan_layers, problems_of_layers
@@ -41,7 +41,7 @@ LAYERS = each(Layer)._replace(accepts=lambda given: each(Layer).accepts(given) a
     memory=optional(MEMORY),
     placements=optional(instance(str, Placement, Iterable)),
     objective=optional(str),
-    seconds=NUMBER,
+    seconds=optional(NUMBER),
     seed=WHOLE,
     evaluations=optional(WHOLE),
     baseline=optional(str),
@@ -59,7 +59,7 @@ def plan(
     *,
     placements: Placements | None = None,
     objective: str | None = None,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     seed: int = 0,
     evaluations: int | None = None,
     baseline: str | None = None,
@@ -93,8 +93,8 @@ def plan(
         objective: "period", the time per step if nothing global runs between steps, as with plain optimizers and `PostValidation`, or
             "makespan", the time per step if all ranks meet before each, as for `clip_grad_norm_`. Default: the period; with a host, the
             makespan.
-        seconds: search time over all placements; 0 takes the best published schedule.
-        evaluations: schedules to play instead, for the same answer on every machine and rank.
+        seconds: search time over all placements, by default 5; 0 takes the best published schedule.
+        evaluations: schedules to play instead of `seconds`, for the same answer on every machine and rank.
         seed: seed of the search's random choices.
         baseline: a planner of the papers to use instead, such as "zb-heuristic". It orders the passes, and what it ignores, such as R or
             gathers, is applied to its order.
@@ -118,7 +118,7 @@ def plan(
     >>> work = zb.Workload.uniform(4, times=(10, 10, 8), comm=0.3)
     >>> found = zb.plan(work, 8, memory=4, placements=["linear", "vee"], seconds=0)
     >>> found
-    <Plan period 232.2 ms, bubble 3.53 % (bound 3.20 %), feasible: zb-v-greedy on vee over 4 ranks, best of 2 placements>
+    <Plan period 232.2 ms, bubble 3.53 % of the period (bound 3.20 %), feasible: zb-v-greedy on vee over 4 ranks, best of 2 placements>
     >>> found.schedule.placement.name
     'vee'
     """

@@ -11,7 +11,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import ProgressCallback
-from zerobubble.planning.competition import SECONDS, as_budget, placements_for, plan_problems, problems_of
+from zerobubble.planning.competition import as_budget, placements_for, plan_problems, problems_of
 from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
@@ -91,7 +91,7 @@ def pareto(
     *,
     placements: str | Placement | Iterable[str | Placement] | None = None,
     objective: str = Objective.PERIOD,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     seed: int = 0,
     evaluations: int | None = None,
     progress: ProgressCallback | None = None,

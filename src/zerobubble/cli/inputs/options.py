@@ -242,8 +242,10 @@ class Counts:
 
 def lacking(call: str, counts: Counts) -> InputError:
     """Returns the error of a command or schedule `call` that needs both counts."""
-    missing = [flag for flag, count in (("--ranks P", counts.ranks), ("--microbatches M", counts.microbatches)) if count is None]
-    return InputError("{call} needs {needed}", call=call, needed=" and ".join(missing), remedy="")
+    flags = (("--ranks P", "--ranks 4", counts.ranks), ("--microbatches M", "--microbatches 8", counts.microbatches))
+    missing = [flag for flag, _, count in flags if count is None]
+    example = " ".join(shown for _, shown, count in flags if count is None)
+    return InputError("{call} needs {needed}", call=call, needed=" and ".join(missing), remedy=f"for example, {example}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ class SearchOptions:
     def arguments(self, objective: str | None, progress: object) -> dict[str, Any]:
         """Returns the arguments of the planner. Raises `InputError` if both limits of the search are given."""
         refuse_together("evaluations", "budget")
-        budget = {"seconds": self.budget, "evaluations": self.evaluations}
+        budget = {"seconds": self.budget} if self.evaluations is None else {"evaluations": self.evaluations}
         return {"objective": objective, "seed": self.seed, "progress": progress, **budget}
 
 

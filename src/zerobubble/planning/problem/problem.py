@@ -22,7 +22,7 @@ from zerobubble.bounds import (
     shortage_with_recompute,
 )
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
-from zerobubble.costs import MAX_LIMIT, NONE, Costs, Level, Limits
+from zerobubble.costs import MAX_LIMIT, NONE, UNIT_BYTES, Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement, Schedule
@@ -299,7 +299,8 @@ class Problem(Displayed):
         """The ranks that cannot hold one microbatch, with what they lack; empty if one fits or can be offloaded."""
         if self.host is not None or self.is_forward_only:
             return ""
-        sizes = () if self.workload is None else self.microbatch_bytes
+        has_bytes = self.workload is None and set(self.costs.held_after_f) != {UNIT_BYTES}
+        sizes = () if has_bytes else self.microbatch_bytes
         if self.recomputation is not None:
             return shortage_with_recompute(
                 self.placement, self.costs, self.limits, [(level,) for level in self.recomputation.chosen], sizes

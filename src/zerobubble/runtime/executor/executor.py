@@ -217,9 +217,9 @@ class Executor:
             return "before its first pass" if self.at < 0 else "after its last pass", ""
         action = self.row[self.at]
         if isinstance(action, Compute):
-            action = Compute(tuple(map(self._in_data_order, action.step)))
-        else:
-            action = action._replace(value=self._in_data_order(action.value))
+            run = Compute(tuple(map(self._in_data_order, action.step)))
+            return f"at '{run}' ({run.in_words})", str(run)
+        action = action._replace(value=self._in_data_order(action.value))
         return f"at '{action}'", str(action)
 
     def _in_data_order(self, named: Named) -> Named:

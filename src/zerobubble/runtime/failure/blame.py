@@ -46,6 +46,8 @@ def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> Failure
         return _report_pipelines(statuses, caller)
     gave_up = f"rank {caller} gave up {statuses[caller].doing} ({statuses[caller].reason})"
     remedy = "; raise `timeout` if it may take that long" if statuses[caller].reason == TIMED_OUT else ""
+    if statuses[culprit].doing == CLOSING.doing and statuses[caller].call:
+        remedy = f"; call `{statuses[caller].call}` on every rank"
     message = f"rank {culprit} kept the others waiting: it was {statuses[culprit].doing} when {gave_up}{remedy}"
     return FailureReport(culprit, statuses[culprit].op, message)
 

@@ -27,7 +27,7 @@ class AgreedError(Exception):
 class ContextOwner(Protocol):
     """A rank's part in a pipeline, as far as its contexts use it.
 
-    `num_calls` counts the calls that play steps. `entered` is when the outermost context was entered, in seconds of `time.monotonic`.
+    `num_calls` counts the calls that play steps. `entered` is when the `outermost` context was entered, in seconds of `time.monotonic`.
     """
 
     activity: Activity | None
@@ -35,6 +35,7 @@ class ContextOwner(Protocol):
     closed: str | None
     entered: float
     num_calls: int
+    outermost: Activity | None
 
     @property
     def is_aborted(self) -> bool:
@@ -73,6 +74,7 @@ class FailureContext:
             raise
         if owner.activity is None:
             owner.entered = time.monotonic()
+            owner.outermost = activity
         self._outer, owner.activity = owner.activity, activity
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

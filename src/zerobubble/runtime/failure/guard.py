@@ -41,6 +41,7 @@ class FailureGuard:
 
     Attributes:
         activity: What this rank does now; None in user code.
+        outermost: The outermost activity of the current or last call.
         closed: Why the connections are closed; None while they are open.
         report: The failure that closed them, if one did.
         entered: When the outermost call was entered, in seconds of `time.monotonic`.
@@ -52,6 +53,7 @@ class FailureGuard:
 
     def __init__(self, transport: Transport) -> None:
         self.activity: Activity | None = None
+        self.outermost: Activity | None = None
         self.closed: str | None = None
         self.report: FailureReport | None = None
         self.entered = time.monotonic()
@@ -162,6 +164,7 @@ class FailureGuard:
         """Returns what all ranks raise for `error`: the first report of any rank, which may describe another error."""
         if isinstance(error, LostContactError):
             status = RankStatus(error.what, error.peer, error.reason, action, self._name, among=error.among, in_call=self._in_call)
+            status = status._replace(call=self._method)
             self._timed_out = CallStatus(time.monotonic(), status)
             return self._watch.find_culprit(status)
         rank = self._transport.rank
@@ -235,6 +238,12 @@ class FailureGuard:
     @property
     def _in_call(self) -> float:
         return time.monotonic() - self.entered
+
+    @property
+    def _method(self) -> str:
+        """The method that this rank calls, such as `describe`; empty if its call has no name."""
+        when = "" if self.outermost is None else words_of(self.outermost)[0]
+        return when.removeprefix("in ") if when.startswith("in ") else ""
 
     def call_status(self) -> CallStatus | None:
         """Returns what this rank does in a call, or did when it timed out so recently that others may ask; None between two calls."""

@@ -25,6 +25,7 @@ class RankStatus(NamedTuple):
         stalled_s: The seconds for which its process has recently stalled.
         among: The ranks of a collective that it waits in; empty for all.
         in_call: The seconds since it entered the current call.
+        call: The method that it calls; empty if it has no name.
     """
 
     doing: str
@@ -35,6 +36,7 @@ class RankStatus(NamedTuple):
     stalled_s: float = 0.0
     among: tuple[int, ...] = ()
     in_call: float = 0.0
+    call: str = ""
 
 
 class FailureReport(NamedTuple):
