@@ -56,10 +56,10 @@ def test_every_schedule_does_the_same_work_whatever_its_stages() -> None:
     figures = compared(*names, *SHAPE, "--times", "3,2,1", "--comm", "0.25")
     assert [f["name"] for f in figures] == names
     for f in figures:
-        assert f["makespan"] * (1 - f["bubble_makespan"]) == pytest.approx(8 * 6), f["name"]
-        assert sum(f["idle"].values()) == pytest.approx(4 * f["makespan"] - 4 * 8 * 6), f["name"]
-        assert {cause: pytest.approx(sum(rank[cause] for rank in f["idle_per_rank"])) for cause in CAUSES} == f["idle"]
-        assert len(f["peak_microbatches"]) == 4
+        assert f["makespan_ms"] * (1 - f["bubble_makespan"]) == pytest.approx(8 * 6), f["name"]
+        assert sum(f["idle_ms"].values()) == pytest.approx(4 * f["makespan_ms"] - 4 * 8 * 6), f["name"]
+        assert {cause: pytest.approx(sum(rank[cause] for rank in f["idle_ms_per_rank"])) for cause in CAUSES} == f["idle_ms"]
+        assert len(f["peak_microbatches_per_rank"]) == 4
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "dualpipe"])
@@ -77,8 +77,8 @@ def test_stages_per_rank_count_for_those_that_leave_them_open() -> None:
 
 def test_memory_is_reported_in_microbatches_and_follows_held() -> None:
     whole, half = (compared("zb-h1", "zb-v", *SHAPE, "--held", held) for held in ("1", "0.5"))
-    assert [f["peak_microbatches"] for f in whole] == [[4] * 4, [4] * 4]
-    assert half[0]["peak_microbatches"] == [4, 3.5, 3, 2.5]
+    assert [f["peak_microbatches_per_rank"] for f in whole] == [[4] * 4, [4] * 4]
+    assert half[0]["peak_microbatches_per_rank"] == [4, 3.5, 3, 2.5]
 
 
 def test_the_tables_mark_the_best() -> None:
@@ -131,8 +131,8 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(dumps(Costs.from_ms((1, 1, 1, 3), (1, 1, 1, 1), (1, 1, 1, 1), 0.5, (100, 10, 10, 10), (50, 5, 5, 5))))
     gpipe, zb = compared("gpipe", "zb-h1", *SHAPE, "--costs", str(file))
-    assert (gpipe["peak_bytes"], zb["peak_bytes"][0]) == ([800, 80, 80, 80], 400)
-    assert gpipe["idle"]["imbalance"] > 0
+    assert (gpipe["peak_bytes_per_rank"], zb["peak_bytes_per_rank"][0]) == ([800, 80, 80, 80], 400)
+    assert gpipe["idle_ms"]["imbalance"] > 0
     assert "400 B" in run("compare", "zb-h1", *SHAPE, "--costs", str(file)).stdout
     states(refused("compare", "gpipe", "zb-v", *SHAPE, "--costs", str(file)), "zb-v", 8, 4)
     assert "--costs and --comm contradict" in refused("compare", "gpipe", *SHAPE, "--costs", str(file), "--comm", "1")
@@ -147,7 +147,7 @@ def test_compare_writes_pictures_and_pages(tmp_path: Path) -> None:
     assert run("compare", "1f1b", "zb-h1", *SHAPE, "--svg", str(svg), "--html", str(page)).exit_code == 0
     assert len(ElementTree.parse(svg).findall(PASSES)) == 4 * 8 * (2 + 3)
     html = page.read_text()
-    first, second = (each["makespan"] for each in compared("1f1b", "zb-h1", *SHAPE))
+    first, second = (each["makespan_ms"] for each in compared("1f1b", "zb-h1", *SHAPE))
     (row,) = re.findall(r'<th scope="row">zb-h1</th>.*?</tr>', html, re.DOTALL)
     assert "<td>27 ms*</td>" in row
     assert row.count(f"<td>{100 * (second / first - 1):+.1f} %".replace("-", "\N{MINUS SIGN}")) == 2, "of period and makespan"

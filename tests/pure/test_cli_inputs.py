@@ -103,7 +103,7 @@ def test_measured_costs_come_from_a_costs_file_or_a_plan() -> None:
     assert schedule is not None
     peaks = list(zb.simulation.peak_memory(schedule, MEASURED))
     for command in ("compare measured.json", "compare measured.json --costs costs.json", "compare measured.json --costs measured.json"):
-        assert output(command)[0]["peak_bytes"] == peaks
+        assert output(command)[0]["peak_bytes_per_rank"] == peaks
     assert [rank["peak_bytes"] for rank in output("show measured.json")["ranks"]] == peaks
     assert " B\n" in printed("show measured.json")
     states(refused(*["show", "interleaved-1f1b", "--ranks", "2", "--microbatches", "6", "--costs", "costs.json"]), "rank 1", "costs")
@@ -192,7 +192,7 @@ def test_measured_costs_without_bytes_are_reported_in_microbatches() -> None:
     Path("times.json").write_text(dumps(replace(Costs.from_ms((1, 2), (1, 2), (1, 1)), placement=Placement.linear(2))))
     (line,) = output("compare 1f1b --ranks 2 --microbatches 4 --costs times.json")
     assert "peak_bytes" not in line
-    assert line["peak_microbatches"] == [2, 1]
+    assert line["peak_microbatches_per_rank"] == [2, 1]
 
 
 def test_costs_of_a_schedule_with_copies_are_planned_on_its_first_route() -> None:

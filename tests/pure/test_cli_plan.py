@@ -163,7 +163,7 @@ def test_sums_of_a_rank_leave_in_the_buckets_that_are_reported(tmp_path: Path) -
     assert one == other < whole
     assert zb.Workload.uniform(3, (2, 2, 2), reduce=4, buckets=3).costs(zb.Placement.vee(3)).buckets == (2,) * 6
     shown = json.loads(printed("show", "zb-h1", "-p", "4", "-m", "8", "--times", "20,20,20", "--reduce", "20", "--buckets", "8", "--json"))
-    assert shown["makespan"] == zb.simulate(zb.make("zb-h1", 4, 8), zb.Costs.uniform(4, (20,) * 3, reduce=20, buckets=8)).makespan / 1e6
+    assert shown["makespan_ms"] == zb.simulate(zb.make("zb-h1", 4, 8), zb.Costs.uniform(4, (20,) * 3, reduce=20, buckets=8)).makespan / 1e6
 
 
 def test_the_file_and_the_options_must_agree(tmp_path: Path) -> None:

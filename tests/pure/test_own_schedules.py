@@ -130,7 +130,7 @@ def test_the_command_line_knows_installed_schedules(install: Install, tmp_path: 
     file = tmp_path / "drain.txt"
     assert run("make", "drain", "--ranks", "2", "--microbatches", "3", "--set", "depth=2", "-o", str(file)).exit_code == 0
     assert "is legal" in run("check", str(file)).stdout
-    assert json.loads(run("show", "drain", "--ranks", "2", "--microbatches", "3", "--json").stdout)["makespan"] == 12
+    assert json.loads(run("show", "drain", "--ranks", "2", "--microbatches", "3", "--json").stdout)["makespan_ms"] == 12
     refused = run("show", "drain", "--ranks", "2", "--microbatches", "3", "--set", "depth=deep")
     assert (refused.exit_code, refused.stderr) == (2, "zerobubble: the option depth of drain must be a whole number, got 'deep'\n")
 

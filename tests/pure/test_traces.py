@@ -430,7 +430,7 @@ def test_the_command_speaks_json() -> None:
     assert code == 0
     assert (found["step"], found["clock"], found["schedule"]["name"]) == (2, "host", "interleaved-1f1b")
     assert [step["profiler_step"] for step in found["steps"]] == [1, 2, 3]
-    assert found["difference"]["measured"] / 1e6 == pytest.approx(found["steps"][2]["makespan"])
+    assert found["difference"]["measured"] / 1e6 == pytest.approx(found["steps"][2]["makespan_ms"])
 
 
 @pytest.mark.parametrize(

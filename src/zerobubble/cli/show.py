@@ -139,7 +139,7 @@ def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
 
 
 def _rank_as_dict(costed: Costed, figures: RankFigures) -> dict[str, float]:
-    times = {name: ms(getattr(figures, name)) for name in ("work", "lead", "gaps", "reduction", "tail", "span")}
+    times = {f"{name}_ms": ms(getattr(figures, name)) for name in ("work", "lead", "gaps", "reduction", "tail", "span")}
     held = figures.peak_bytes or 0
     peak_bytes = {"peak_bytes": held} if costed.in_bytes else {}
     return {"rank": figures.rank, **times, "peak_microbatches": held / costed.microbatch_bytes[figures.rank], **peak_bytes}

@@ -103,7 +103,7 @@ def _as_dict(run: TracedRun, step: int | None, difference: Difference) -> dict[s
         "clock": run.clock,
         "step": run.typical if step is None else step,
         "steps": [
-            {"profiler_step": label, "makespan": ms(timeline.makespan), "bubble_makespan": timeline.bubble_makespan}
+            {"profiler_step": label, "makespan_ms": ms(timeline.makespan), "bubble_makespan": timeline.bubble_makespan}
             for label, timeline in zip(run.labels, run.timelines, strict=True)
         ],
         "clocks": [{"rank": one.rank, "shift": one.shift, "least": one.least, "most": one.most} for one in run.clocks],

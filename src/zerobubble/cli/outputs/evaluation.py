@@ -157,18 +157,19 @@ def table_rows(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> 
 def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dict[str, object]:
     """Returns the figures of one schedule: times in ms, and bytes if they are real."""
     timeline, causes = evaluation.timeline, CAUSES if evaluation.costed.link else Causes._fields
-    peak_bytes = {"peak_bytes": list(evaluation.peaks)} if evaluation.costed.in_bytes else {}
+    peak_bytes = {"peak_bytes": max(evaluation.peaks), "peak_bytes_per_rank": list(evaluation.peaks)} if evaluation.costed.in_bytes else {}
     sent = {} if message_bytes is None else {"sent_bytes": evaluation.messages * message_bytes}
     return {
         "name": evaluation.schedule.name,
         "num_stages": evaluation.schedule.num_stages,
         **figures_to_dict(evaluation.costed, timeline),
-        "peak_microbatches": evaluation.peak_microbatches,
+        "peak_microbatches": max(evaluation.peak_microbatches),
+        "peak_microbatches_per_rank": evaluation.peak_microbatches,
         **peak_bytes,
         "messages": evaluation.messages,
         **sent,
-        "idle": {cause: ms(evaluation.idle_by(cause)) for cause in causes},
-        "idle_per_rank": [
+        "idle_ms": {cause: ms(evaluation.idle_by(cause)) for cause in causes},
+        "idle_ms_per_rank": [
             {cause: ms(evaluation.copies if cause == COPIES else getattr(rank, cause)) for cause in causes}
             for rank in evaluation.idle.ranks
         ],
@@ -179,9 +180,9 @@ def figures_to_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
     """Returns the source of the costs, the times of a step in ms, and its bubbles."""
     return {
         "costs": costed.source,
-        "period": ms(costed.period),
-        "makespan": ms(timeline.makespan),
-        "span": ms(timeline.span),
+        "period_ms": ms(costed.period),
+        "makespan_ms": ms(timeline.makespan),
+        "span_ms": ms(timeline.span),
         "bubble_makespan": timeline.bubble_makespan,
         "bubble_span": timeline.bubble_span,
     }
