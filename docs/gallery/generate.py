@@ -21,7 +21,7 @@ from zerobubble.cli.outputs.evaluation import Evaluation, evaluate
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.export import timeline_svg
 from zerobubble.export.blocks import block_svg
-from zerobubble.export.svg import without_tooltips
+from zerobubble.export.svg import caption, makespan_caption, without_tooltips
 from zerobubble.formulas import FORMULAS, Form, setting
 from zerobubble.kinds import KINDS
 from zerobubble.schedules import SCHEDULES, Recipe
@@ -129,8 +129,9 @@ def front() -> str:
     timelines = [simulate(schedule, equal_costs(schedule, FRONT_TIMES, FRONT_COMM)) for schedule in schedules]
     times = ", ".join(f"{name} {time:g} ms" for name, time in zip(("F", "B", "W", "messages"), (*FRONT_TIMES, FRONT_COMM), strict=True))
     title = f"{RANKS} ranks, same memory: {times}"
-    # Both bubbles of a caption need an explanation, which the README has no space for: keep that of the makespan.
-    return re.sub(" · longest rank span [^<]*", "", without_tooltips(timeline_svg(*timelines, title=title, width=FRONT_WIDTH)))
+    # The README has no space to explain the span.
+    captions = list(map(makespan_caption, timelines))
+    return without_tooltips(timeline_svg(*timelines, title=title, width=FRONT_WIDTH, captions=captions))
 
 
 def families() -> Families:
@@ -238,10 +239,8 @@ def _section(piece: Piece, twins: Sequence[str]) -> Iterator[str]:
 
 
 def _figures(piece: Piece) -> str:
-    timeline = piece.evaluation.timeline
-    makespan = f"makespan {show_ms(timeline.makespan)}, bubble {show_percent(timeline.bubble_makespan)}"
-    span = f"longest span of a rank {show_ms(timeline.span)}, bubble {show_percent(timeline.bubble_span)}"
-    return f"{makespan}; {span}; peak memory {_peak(piece)} microbatches; {piece.evaluation.messages} messages."
+    evaluation = piece.evaluation
+    return f"{caption(evaluation.timeline)}; peak memory {_peak(piece)} microbatches; {evaluation.messages} messages."
 
 
 def _confirmed(piece: Piece) -> str:

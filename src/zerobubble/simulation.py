@@ -47,7 +47,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     >>> import zerobubble as zb
     >>> timeline = zb.simulate(zb.make("1f1b", 4, 8), zb.Costs.uniform(4, times=(10, 10, 8), comm=0.5))
     >>> timeline
-    <Timeline 1f1b (simulated): 4 ranks, 64 spans, makespan 316 ms, bubble 29.1 % of the makespan>
+    <Timeline 1f1b (simulated): 4 ranks, 64 spans, makespan 316 ms, bubble 29.11 % of the makespan>
     >>> timeline.rows[1][0].start
     10500000
     """

@@ -155,7 +155,7 @@ class Timeline(Displayed):
     >>> import zerobubble as zb
     >>> timeline = zb.simulate(zb.make("zb-h1", 2, 3), zb.Costs.uniform(2, times=(10, 10, 8)))
     >>> print(timeline)
-    Timeline zb-h1 (simulated): 2 ranks, 18 spans, makespan 96 ms, bubble 12.5 % of the makespan
+    Timeline zb-h1 (simulated): 2 ranks, 18 spans, makespan 96 ms, bubble 12.50 % of the makespan
     rank 0: works 84 ms, idles 12 ms
     rank 1: works 84 ms, idles 12 ms
     >>> timeline.span, timeline.makespan

@@ -80,8 +80,8 @@ def show_ms(time: int) -> str:
 
 
 def show_percent(share: float) -> str:
-    """Format a share with one decimal: `15.9 %`."""
-    return f"{100 * share:.1f} %"
+    """Format a share with two decimals: `15.93 %`."""
+    return f"{100 * share:.2f} %"
 
 
 def show_bytes(count: int) -> str:

@@ -84,13 +84,13 @@ def test_memory_is_reported_in_microbatches_and_follows_held() -> None:
 def test_the_tables_mark_the_best() -> None:
     lines = run("compare", "gpipe", "1f1b", "zb-h2", *SHAPE).stdout.splitlines()
     times, idle = ([line.split() for line in lines if line.startswith(("gpipe ", "1f1b ", "zb-h2 "))][k : k + 3] for k in (0, 3))
-    assert times[0] == ["gpipe", "33", "ms", "27.3", "%", "33", "ms", "27.3", "%", "8", "48"]
-    assert times[1] == ["1f1b", "33", "ms", "27.3", "%", "33", "ms", "27.3", "%", "1", "to", "4*", "48"]
-    assert times[2] == ["zb-h2", "24", "ms*", "0.0", "%*", "27", "ms*", "11.1", "%*", "7", "48"]
+    assert times[0] == ["gpipe", "33", "ms", "27.27", "%", "33", "ms", "27.27", "%", "8", "48"]
+    assert times[1] == ["1f1b", "33", "ms", "27.27", "%", "33", "ms", "27.27", "%", "1", "to", "4*", "48"]
+    assert times[2] == ["zb-h2", "24", "ms*", "0.00", "%*", "27", "ms*", "11.11", "%*", "7", "48"]
     assert idle == [
-        ["gpipe", "27.3", "%", "0.0", "%", "0.0", "%", "0.0", "%*"],
-        ["1f1b", "18.2", "%", "0.0", "%", "0.0", "%", "9.1", "%"],
-        ["zb-h2", "11.1", "%*", "0.0", "%", "0.0", "%", "0.0", "%*"],
+        ["gpipe", "27.27", "%", "0.00", "%", "0.00", "%", "0.00", "%*"],
+        ["1f1b", "18.18", "%", "0.00", "%", "0.00", "%", "9.09", "%"],
+        ["zb-h2", "11.11", "%*", "0.00", "%", "0.00", "%", "0.00", "%*"],
     ]
 
 
@@ -203,8 +203,8 @@ def test_table_marks_where_a_form_does_not_hold() -> None:
     assert rows["zb-h2"]["bubble"]["closed"] == pytest.approx(7 * (18.522 + 18.086 - 2 * 9.337 + 2 * 0.601))
     assert (rows["zb-v"]["bubble"]["holds"], rows["zb-v"]["bubble"]["agrees"]) == (False, False)
     text = {line.split()[0]: line.split() for line in run("table", *PAPER).stdout.splitlines()[:25] if line}
-    assert text["zb-h1"] == ["zb-h1", "207.725", "207.725", "ok", "15.9", "%", "8", "8", "ok"]
-    assert text["zb-v"][3:] == [f"{100 * rows['zb-v']['bubble_span']:.1f}", "%", "8", "8", "ok"]
+    assert text["zb-h1"] == ["zb-h1", "207.725", "207.725", "ok", "15.85", "%", "8", "8", "ok"]
+    assert text["zb-v"][3:] == [f"{100 * rows['zb-v']['bubble_span']:.2f}", "%", "8", "8", "ok"]
 
 
 def test_table_shows_what_is_left_out_and_why() -> None:

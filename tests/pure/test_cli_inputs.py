@@ -75,7 +75,7 @@ def test_show_draws_a_plan_with_its_own_costs() -> None:
     assert (shown["bubble_span"], shown["costs"]) == (planned.bubble_span, "costs of plan.json")
     assert shown["bubble_span"] != output("show mine.json")["bubble_span"]
     assert output("show plan.json --times 1,1,1")["bubble_span"] == output("show mine.json")["bubble_span"]
-    assert f"bubble {100 * planned.bubble_span:.1f} %" in printed("show plan.json")
+    assert f"bubble {100 * planned.bubble_span:.2f} %" in printed("show plan.json")
 
 
 def test_a_plan_is_compared_and_drawn_by_the_work_it_was_made_for() -> None:

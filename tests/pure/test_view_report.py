@@ -63,7 +63,7 @@ def test_the_headline_shows_loss_equality_bubble_and_speed() -> None:
     for figure in (
         "4.000 → 1.250",
         "Against one device identical",
-        "predicted 10.0 %",
+        "predicted 10.00 %",
         "zb-h1 is faster than 1f1b 1.15×",
         "limit 3 MB",
         "2.1 MB",
@@ -117,7 +117,7 @@ def test_a_report_shows_of_the_schedule_that_stands_below_1f1b() -> None:
     report = full_report(timelines=[*measured, own], throughput=rows, layers=layers)
     assert (report.measured, report.predicted) == (measured[1], own)
     page = report_html(report)
-    assert "zb-h1 1,150 1.15× 2.5 MB 10.0 % 20.0 %" in Text(page).text
+    assert "zb-h1 1,150 1.15× 2.5 MB 10.00 % 20.00 %" in Text(page).text
     [data] = re.findall(r'id="data">(.*?)</script>', page)
     assert [drawn["layers"] for drawn in json.loads(data)["timelines"]] == layers
     with raises(InputError, 1, 3, "layers", "timeline"):

@@ -20,8 +20,8 @@ from zerobubble.whole_files import write_text
 
 NOTE = (
     "lifespans: slots from the start of F to the end of W, for each stage of the rank. law, steady and the names of steps: peak stage "
-    "activations of the rank, as bounded by the memory law, in the steady phase, and in each step. Makespan, longest span and bubble are "
-    "in slots."
+    "activations of the rank, as bounded by the memory law, in the steady phase, and in each step. Makespan, span and bubble are in "
+    "slots. Span: the longest time from a rank's first start to its last end."
 )
 
 
@@ -143,7 +143,7 @@ def _memory_table(made: Block, steps: Steps) -> Table:
 
 def _step_table(steps: Steps) -> Table:
     table = Table("step", box=None, header_style="bold", pad_edge=False)
-    for title in ("makespan", "longest span", "bubble", "peak memory"):
+    for title in ("makespan", "span", "bubble", "peak memory"):
         table.add_column(title, justify="right")
     for name, layout in _later_steps(steps).items():
         table.add_row(name, *map(str, _step_to_dict(layout).values()))

@@ -144,7 +144,7 @@ class Divisions(Displayed):
         yield from self.table().splitlines()
 
 
-HEADING = " tp  cp  ep  pp  v    dp  mb     m  recompute schedule           seconds  TFLOP/s     MFU    memory"
+HEADING = " tp  cp  ep  pp  v    dp  mb     m  recompute schedule           seconds  TFLOP/s      MFU    memory"
 """Heading of the table of choices. TFLOP/s are the required model FLOP/s per GPU, and MFU is their share of the data sheet."""
 
 
@@ -152,7 +152,7 @@ def _row(choice: Division) -> str:
     here, step = choice.setting, choice.step
     shape = f"{here.tp:3}{here.cp:4}{here.ep:4}{here.pp:4}{here.v:3}{here.dp:6}{here.microbatch:4}{choice.num_microbatches:6}"
     figures = (
-        f"{step.seconds:8.4g}{step.flops_per_gpu / 1e12:9.0f}{show_percent(step.utilization):>8}{show_bytes(max(step.rank_bytes)):>10}"
+        f"{step.seconds:8.4g}{step.flops_per_gpu / 1e12:9.0f}{show_percent(step.utilization):>9}{show_bytes(max(step.rank_bytes)):>10}"
     )
     return f"{shape}  {here.recompute:<10}{step.schedule:<18}{figures}"
 
@@ -204,7 +204,7 @@ def divide(
 
     >>> import zerobubble as zb
     >>> zb.cost_model.divide("megatron-22b", gpu="A100", gpus=64, batch=256)
-    <Divisions of megatron-22b over 64 A100: 7.144 s a step, 51.3 % of the peak FLOP/s, 5,934 ways tried>
+    <Divisions of megatron-22b over 64 A100: 7.144 s a step, 51.30 % of the peak FLOP/s, 5,934 ways tried>
     """
     batch = _batch_of(model) if batch is None else batch
     base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, top)

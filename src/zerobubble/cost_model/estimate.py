@@ -87,7 +87,7 @@ class Estimate(Displayed):
         >>> import zerobubble as zb
         >>> found = zb.cost_model.transformer("megatron-22b", gpu="A100", tp=8, microbatch=4, recompute="selective")
         >>> found.step("1f1b", 1)
-        <StepEstimate of 1f1b on 8 GPUs: 1.1 s, 7,446 tokens/s, 41.6 % of the peak FLOP/s, 62.3 GB>
+        <StepEstimate of 1f1b on 8 GPUs: 1.1 s, 7,446 tokens/s, 41.64 % of the peak FLOP/s, 62.3 GB>
         """
         setting = self.setting
         played = made_for(setting, schedule, num_microbatches)

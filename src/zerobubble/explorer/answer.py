@@ -298,8 +298,8 @@ def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator
     timeline, step = made.timeline, period(made.schedule, made.costs)
     bounds = _bounds(made)
     for label, meaning, time, bound in (
-        ("period", "step time without a barrier between steps", step, bounds and bounds.span),
-        ("makespan", "step time if all ranks meet before each step", timeline.makespan, bounds and bounds.makespan),
+        ("period", "time per step without global operations between steps", step, bounds and bounds.span),
+        ("makespan", "time per step with one, such as clipping by the global norm", timeline.makespan, bounds and bounds.makespan),
     ):
         bubble = f"bubble {show_percent(timeline.bubble_at(time))}"
         yield label, show_ms(time), f"{meaning}\n{_against(time, bound.time)}; {bubble}" if bound and bound.time else f"{meaning}\n{bubble}"

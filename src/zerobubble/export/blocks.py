@@ -51,14 +51,14 @@ def terms(block: Block, rank: int) -> list[str]:
 
 
 def layout_figures(layout: Layout) -> list[str]:
-    """Return makespan, longest span and bubble in slots, and the peak stage activations of a rank."""
+    """Return makespan, span and bubble in slots, and the peak stage activations of a rank."""
     timeline = layout.timeline
     return [str(timeline.makespan // NS_PER_MS), str(timeline.span // NS_PER_MS), str(layout.bubble), str(max(layout.peaks))]
 
 
 def _figures(layout: Layout) -> str:
     makespan, span, bubble, peak = layout_figures(layout)
-    return f"makespan {makespan}, longest span {span}, bubble {bubble}, peak {peak}"
+    return f"makespan {makespan}, span {span}, bubble {bubble}, peak {peak}"
 
 
 class _Scale(NamedTuple):

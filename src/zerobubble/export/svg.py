@@ -121,6 +121,7 @@ def timeline_svg(
     memory: bool = False,
     microbatch_bytes: Sequence[int] | None = None,
     windows: Sequence[Sequence[Window]] = (),
+    captions: Sequence[str] = (),
 ) -> str:
     """Return an SVG document of `timelines`, one below the other.
 
@@ -135,6 +136,7 @@ def timeline_svg(
         memory: whether to draw a strip below each rank with the bytes that it holds.
         microbatch_bytes: bytes of a microbatch on each rank, to label peaks in microbatches instead of bytes.
         windows: windows of the schedule of a single timeline from `zb.explain.windows`, to outline with their length and free memory.
+        captions: a text for the line above each timeline, instead of its makespan, span and bubbles.
 
     Raises `InputError` for other widths, `memory` for timelines without memory, and windows of another number of ranks.
     """
@@ -151,10 +153,12 @@ def timeline_svg(
         )
     peak = max(timeline.peak_bytes or 0 for timeline in timelines) if memory else 0
     scale = _Scale(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines), microbatch_bytes)
-    return "\n".join(_document(scale, timelines, title, windows)) + "\n"
+    return "\n".join(_document(scale, timelines, title, windows, captions or [caption(timeline) for timeline in timelines])) + "\n"
 
 
-def _document(scale: _Scale, timelines: Sequence[Timeline], title: str, windows: Sequence[Sequence[Window]]) -> Iterator[str]:
+def _document(
+    scale: _Scale, timelines: Sequence[Timeline], title: str, windows: Sequence[Sequence[Window]], captions: Sequence[str]
+) -> Iterator[str]:
     head = heading(title, _legend(scale, timelines, has_windows=bool(windows)), scale.width)
     top = head.height
     bottom = top + sum(scale.panel_height(timeline) for timeline in timelines)
@@ -166,9 +170,9 @@ def _document(scale: _Scale, timelines: Sequence[Timeline], title: str, windows:
     yield f"<style>{STYLE}{WINDOW_STYLE if windows else ''}{''.join(_shade_rules(scale, timelines))}</style><defs>{HATCH}</defs>"
     yield f'<rect class="paper" width="{scale.width}" height="{height}"/>'
     yield from head.elements
-    for timeline in timelines:
+    for timeline, figures in zip(timelines, captions, strict=True):
         yield from _grid(scale, top + CAPTION - 4, top + scale.panel_height(timeline) - 8)
-        yield from _panel(scale, timeline, top)
+        yield from _panel(scale, timeline, figures, top)
         for rank, own in enumerate(windows):
             for window in own:
                 yield _window(scale, window, top + CAPTION + rank * scale.pitch(timeline))
@@ -220,14 +224,23 @@ def _axis(scale: _Scale, bottom: int) -> Iterator[str]:
 
 
 def caption(timeline: Timeline) -> str:
-    """Return the figures of a timeline in one line: makespan, longest span of a rank, and the bubble rate of each."""
-    whole = f"makespan {show_ms(timeline.makespan)}, bubble {show_percent(timeline.bubble_makespan)}"
-    return f"{whole} · longest rank span {show_ms(timeline.span)}, bubble {show_percent(timeline.bubble_span)}"
+    """Return the figures of a timeline in one line: the makespan, the span if it is shorter, and the bubble rate of each."""
+    whole = makespan_caption(timeline)
+    return (
+        whole
+        if timeline.span == timeline.makespan
+        else f"{whole}; span {show_ms(timeline.span)}, bubble {show_percent(timeline.bubble_span)}"
+    )
 
 
-def _panel(scale: _Scale, timeline: Timeline, top: int) -> Iterator[str]:
+def makespan_caption(timeline: Timeline) -> str:
+    """Return the makespan of a timeline, and its bubble rate."""
+    return f"makespan {show_ms(timeline.makespan)}, bubble {show_percent(timeline.bubble_makespan)}"
+
+
+def _panel(scale: _Scale, timeline: Timeline, figures: str, top: int) -> Iterator[str]:
     name = f'<tspan class="ink bold">{escape(timeline.name)}</tspan><tspan class="ink" dx="6">{escape(timeline.source)}</tspan>'
-    yield f'<text class="soft" x="{LEFT}" y="{top + 18}">{name}<tspan dx="12">{escape(caption(timeline))}</tspan></text>'
+    yield f'<text class="soft" x="{LEFT}" y="{top + 18}">{name}<tspan dx="12">{escape(figures)}</tspan></text>'
     places, digits = stage_order(timeline), digits_of(timeline)
     for rank, row in enumerate(timeline.rows):
         y = top + CAPTION + rank * scale.pitch(timeline)

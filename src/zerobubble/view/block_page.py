@@ -18,9 +18,7 @@ def block_html(block: Block, steps: Steps) -> str:
     """Return the page: the steps on one axis, their figures, the lifespans with the memory law, and the block in its text form."""
     title = f"{block.name} on {block.placement.num_ranks} ranks, {steps.reordered.num_microbatches} microbatches"
     drawn = panels(block, steps)
-    figures = table(
-        ("step", "makespan", "longest span", "bubble", "peak"), ([panel.title, *layout_figures(panel.layout)] for panel in drawn[1:])
-    )
+    figures = table(("step", "makespan", "span", "bubble", "peak"), ([panel.title, *layout_figures(panel.layout)] for panel in drawn[1:]))
     law = table(("rank", "lifespans in slots", "intervals", "at most"), _law(block))
     sections = (
         section("steps", "Steps, in slots and stage activations", figures),

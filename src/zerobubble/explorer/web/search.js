@@ -25,7 +25,7 @@ export class Search {
     this.seconds.addEventListener("input", () => this.report(""));
     this.seconds.addEventListener("keydown", (event) => event.key === "Enter" && !this.buttons[0].disabled && this.start({}));
     this.objective = element("select", "", { id: "search-objective" });
-    for (const [value, text] of [["period", "period, no barrier between steps"], ["makespan", "makespan, all ranks meet before each step"]]) this.objective.append(element("option", text, { value }));
+    for (const [value, text] of [["period", "period: no global operation between steps"], ["makespan", "makespan: a global operation after each step"]]) this.objective.append(element("option", text, { value }));
     const button = (id, text, act) => {
       const made = element("button", text, { type: "button", id });
       made.addEventListener("click", act);

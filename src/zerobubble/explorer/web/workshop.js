@@ -15,7 +15,7 @@ const BLOCK_LABELS = {
 };
 const BLOCK_SLIDERS = { ranks: [1, 16, 1], microbatches: [1, 64, 1], interval: [1, 48, 1] };
 const BLOCK_GROUPS = [["Building block", ["block", "ranks", "interval"]], ["Steps", ["microbatches", "memory", "reorder_steady"]], ["Block as text", ["text"]]];
-const STEP_TITLES = ["step", "makespan", "longest span", "bubble", "peak"];
+const STEP_TITLES = ["step", "makespan", "span", "bubble", "peak"];
 
 export class Workshop {
   constructor(home, theme, settings, { changed, openSchedule }) {

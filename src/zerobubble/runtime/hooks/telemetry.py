@@ -23,6 +23,7 @@ from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.timeline import Doing
+from zerobubble.units import show_percent
 
 OnStep = Callable[[StepReport], object]
 """Called with the report of each step."""
@@ -225,9 +226,9 @@ def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None =
 
     def on_step(report: StepReport) -> None:
         if report.step % every == 0:
-            mfu = "" if report.mfu is None else f", MFU {100 * report.mfu:.1f} %"
+            mfu = "" if report.mfu is None else f", MFU {show_percent(report.mfu)}"
             added = "".join(f", {name} {part:.4f}" for name, part in report.added_losses.items())
-            times = f"{1000 * report.seconds:.1f} ms, bubble {100 * report.bubble:.1f} %"
+            times = f"{1000 * report.seconds:.1f} ms, bubble {show_percent(report.bubble)}"
             text = f"step {report.step}: loss {report.loss:.4f}{added}, {times}{mfu}"
             logger.info(text)
 
