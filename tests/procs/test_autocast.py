@@ -19,6 +19,7 @@ from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
+from zerobubble.runtime.stage.stage import make_stage
 
 
 class Mixed(nn.Module):
@@ -159,3 +160,29 @@ def test_a_checkpoint_is_used_where_other_weights_were_cached(tmp_path: Path, ca
     zb.save(tmp_path / "saved", parametrized(1, 4))
     module = parametrized(2, 4)
     assert is_used_after(lambda: zb.load(tmp_path / "saved", module), module, cache)
+
+
+class GradientWithin(nn.Module):
+    """Its forward computes the gradient of a matrix that one region of autocast uses twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(16, 16))
+        self.gradient = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = (torch.tanh(x @ self.matrix) @ self.matrix).float()
+        (self.gradient,) = torch.autograd.grad(y.square().sum(), self.matrix, retain_graph=True)
+        return y
+
+
+def test_a_gradient_within_the_forward_is_summed_in_the_type_of_autocast() -> None:
+    torch.manual_seed(0)
+    module, x = GradientWithin().to(DEVICE), torch.randn(8, 16, device=DEVICE)
+    module(x)
+    expected = module.gradient
+    stage = make_stage("deferred", module, 0)
+    with stage.stepping():
+        stage.forward(0, (x,))
+    assert torch.equal(module.gradient, expected)

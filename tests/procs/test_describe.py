@@ -83,8 +83,8 @@ def test_the_share_is_that_of_flops() -> None:
     assert [each.parameter for each in report.in_b] == ["matrix", "deferred.bias"]
 
 
-def report_of(module: nn.Module, x: Tensor) -> zb.SplitReport:
-    stage = make_stage("deferred", module, 0)
+def report_of(module: nn.Module, x: Tensor, split: str = "deferred") -> zb.SplitReport:
+    stage = make_stage(split, module, 0)
     stage.splitter.count()
     with stage.stepping():
         (y,) = stage.forward(0, (x,))
@@ -121,6 +121,19 @@ def test_a_matrix_in_b_is_no_vector() -> None:
     (matrix,) = [each for each in report.in_b if each.parameter == "w"]
     assert not matrix.vector_of
     states(matrix.reason, "Way", "zerobubble.nn.deferral")
+
+
+def test_a_graph_says_which_gradients_come_with_the_input_s_and_which_cost_too_much_to_defer() -> None:
+    module = Way(
+        lambda m, x: m.scale * m.linear(torch.tanh(x + m.added)),
+        added=parameter(50, 8),
+        linear=nn.Linear(8, 8, bias=False),
+        scale=parameter(1, 8),
+    )
+    reasons = {each.parameter: each.reason for each in report_of(module, torch.randn(50, 8, requires_grad=True), "graph").in_b}
+    assert reasons.keys() == {"added", "scale"}
+    states(reasons["added"], "input")
+    states(reasons["scale"], "bytes")
 
 
 def test_a_share_that_cannot_be_counted_is_not_claimed() -> None:

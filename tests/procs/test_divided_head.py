@@ -224,6 +224,17 @@ def rows_of(whole: nn.Linear, first: int, end: int) -> nn.Linear:
     return rows
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_head_part_trains_if_one_of_its_parameters_does(has_bias: bool) -> None:
+    module = nn.Module()
+    part = HeadPart(module, lambda first, end: nn.Linear(4, end - first, bias=has_bias), 2, 5, HeadName("head", 8), Gradients())
+    assert part.trains
+    part.weight.requires_grad_(False)
+    assert part.trains == has_bias
+    module.requires_grad_(False)
+    assert not part.trains
+
+
 def test_evaluation_norms_and_timelines_support_a_divided_head(world: Ranks) -> None:
     results = world.run(evaluate_and_look, 4, ranks=2)
     assert sum(heard for _, _, _, heard, _, _ in results) == 8

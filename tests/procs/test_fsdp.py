@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -386,3 +387,10 @@ def test_the_page_on_shards_counts_gathers(capsys: pytest.CaptureFixture[str]) -
     assert plan[-1].endswith("longer than the quickest.")
     states(one_each, "2 gathers")
     states(one_at_a_time, "23 gathers", "9 gathers")
+
+
+def test_a_module_has_one_group_of_parameters_or_none_before_torch_2_12() -> None:
+    group = object()
+    assert shards._groups(SimpleNamespace(_fsdp_param_group=group)) == [group]
+    assert shards._groups(SimpleNamespace(_fsdp_param_group=None)) == []
+    assert shards._groups(SimpleNamespace(_fsdp_param_groups=(group, group))) == [group, group]

@@ -124,3 +124,15 @@ def test_a_part_with_one_frozen_parameter_takes_time_in_w() -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     cost = measure(Part("linear", "", module, module), [((x,), {})], torch.device("cpu"), 2)
     assert cost.weight > 0
+
+
+def test_a_frozen_part_takes_time_in_b_if_one_of_its_arguments_requires_a_gradient() -> None:
+    class Sum(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + y)
+
+    module = Sum(WIDTH, WIDTH).requires_grad_(False)
+    x, y = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
+    cost = measure(Part("sum", "", module, module), [((x, y), {})], torch.device("cpu"), 2)
+    assert cost.backward > 0
+    assert cost.weight == 0

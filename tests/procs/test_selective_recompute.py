@@ -6,6 +6,7 @@ That includes autocast, nested calls, skips and checkpoints. All ranks agree on 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -345,6 +346,13 @@ class Compiled(nn.Module):
         return self.part(x)
 
 
+class Many(nn.Sequential):
+    """More modules than an error names."""
+
+    def __init__(self) -> None:
+        super().__init__(OrderedDict((f"m{number}", nn.Tanh()) for number in range(9)))
+
+
 def refused(group: Any, stage_type: Any, recompute: Any, split: str) -> str:
     schedule = with_recompute(zb.make("gpipe", 2, 2))
     x = torch.randn(4, 8, 32)
@@ -391,8 +399,9 @@ def refused(group: Any, stage_type: Any, recompute: Any, split: str) -> str:
             Plain,
             {"a": "*.attn"},
             "deferred",
-            "chooses no module of any stage; the levels are a (*.attn). Modules in stages are",
+            "of any stage; the levels are a (*.attn). Modules in stages are called norm, mlp: give patterns such as '*.norm'",
         ),
+        (Many, {"a": "*.attn"}, "deferred", "called m0, m1, m2, m3, m4, m5, m6, m7: give patterns"),
         (Plain, {"a": "*.mlp", "b": "*.norm"}, "deferred", "without levels, and several levels are given: a, b"),
         (Plain, {"full": "*.mlp"}, "deferred", "the level 'full' is reserved for the whole stage"),
         (Plain, {"a": {2: "*.mlp"}}, "deferred", "level 'a' for stage 2, but the schedule has stages 0 to 1"),

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -44,6 +45,11 @@ def record(group: Any, folder: Path, *, killed: bool = False) -> tuple[list[floa
             with pytest.raises(zb.PipelineError):
                 pipe.step(*batch(4))
     return losses, seen, costs, state
+
+
+@pytest.mark.parametrize(("every", "reports"), [(1, range(12)), (2, [1, 3, 5, 7, 9, 11]), (5, [1, 2, 4, 6, 11])])
+def test_one_report_in_so_many_has_details_and_some_of_the_first(every: int, reports: Sequence[int]) -> None:
+    assert [report for report in range(12) if telemetry.has_details(report, every)] == [*reports]
 
 
 def test_a_run_is_watched_while_it_goes_on_and_once_it_is_closed(world: Ranks, tmp_path: Path) -> None:

@@ -482,6 +482,13 @@ def test_a_knapsack_takes_the_options_that_gain_most() -> None:
     assert [knapsack(limit, forwards) for limit in (0, 2, 3, 5, 6, 9, 10, 12, 15, 16, 100)] == [0, 0, 5, 5, 10, 14, 14, 18, 18, 22, 22]
 
 
+def test_many_forwards_gain_no_more_than_the_bytes_are_worth() -> None:
+    """200 forwards take 3 for 5 and another 3 for 4 more: 300 bytes are worth 5/3 each, and those beyond 600 4/3 each."""
+    one, two = ((200, ((3, 5),)),), ((200, ((3, 5), (6, 9))),)
+    assert [knapsack(limit, one) for limit in (0, 300, 600, 900)] == [0, 500, 1000, 1000]
+    assert [knapsack(limit, two) for limit in (0, 300, 600, 900, 1200)] == [0, 500, 1000, 1400, 1800]
+
+
 LOAD = RankLoad(forward=(2,), backward=(3,), weight=(1,), saved=(4,), pending=(2,), microbatches=5, limit=9)
 
 
