@@ -138,7 +138,7 @@ def test_the_files_of_a_demo_agree(report: tuple[Path, subprocess.CompletedProce
         counters = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["pid"] == process]
         assert max(counters) == max(row["predicted_bytes" if process == 1 else "measured_bytes"] for row in metrics["memory"])
     picture = (out / "timeline.svg").read_text()
-    assert all(f"{100 * trained[source]['bubble_makespan']:.1f} %" in picture for source in ("predicted", "measured"))
+    assert all(f"{100 * trained[source]['bubble_makespan']:.2f} %" in picture for source in ("predicted", "measured"))
 
 
 @pytest.mark.long(all=True)

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from zerobubble.cli.outputs.drawing import draw
+from zerobubble.cli.outputs.drawing import MOST_ROWS, draw, draw_in_bands
 from zerobubble.costs import Costs
 from zerobubble.export.palette import shade
 from zerobubble.ir import Kind
@@ -43,3 +43,21 @@ def test_each_of_the_two_has_its_color() -> None:
     neighbors = set(pairwise(fill for fill, _ in groupby(fills)))
     for stage in (0, 1):
         assert (shade(Kind.F, stage, 2), shade(Kind.BW, 1 - stage, 2)) in neighbors
+
+
+@pytest.mark.parametrize("colored", [True, False])
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_picture_too_dense_for_a_line_continues_below(width: int, colored: bool) -> None:
+    schedule = make("zb-v", 4, 16)
+    bands = draw_in_bands(simulate(schedule, Costs.uniform(schedule.num_stages)), width, colored).plain.split("\n\n")
+    assert 1 < len(bands) <= MOST_ROWS // 4
+    assert {len(row) for band in bands for row in band.splitlines()[:4]} == {width}
+    if not colored:
+        joined = "".join(band.splitlines()[0][7:] for band in bands)
+        assert set(re.findall(r"[FBWfbw]\d+", joined)) == {f"{kind}{each}" for kind in "FBWfbw" for each in range(16)}
+
+
+def test_no_more_bands_than_needed_or_useful() -> None:
+    for microbatches, width in ((4, 120), (400, 80)):
+        timeline = simulate(make("1f1b", 4, microbatches), Costs.uniform(4))
+        assert draw_in_bands(timeline, width, colored=True) == draw(timeline, width, colored=True)

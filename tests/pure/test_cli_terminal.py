@@ -149,7 +149,7 @@ def test_in_color_the_kinds_of_a_column_mix() -> None:
     timeline = simulate(make("zb-h1", 8, 300), Costs.uniform(8))
     row = draw(timeline, 100, colored=True).split("\n")[0]
     assert len({str(span.style) for span in row.spans}) > 3
-    assert set(row.plain[7:]) <= set("█▓▒░·")
+    assert set(row.plain[7:]) <= set("▌▓▒░·")
 
 
 @pytest.mark.parametrize("words", ["show 1f1b", "compare 1f1b zb-v", "table 1f1b", "block v-half"])

@@ -26,7 +26,7 @@ from zerobubble.cli.inputs.options import (
     width_option,
 )
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
-from zerobubble.cli.outputs.drawing import draw, legend
+from zerobubble.cli.outputs.drawing import draw_in_bands, legend
 from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, figures_to_dict, write_page
 from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.errors import InputError
@@ -154,7 +154,7 @@ def _print(
 ) -> None:
     colored = is_colored(console)
     console.print(f"{escape(costed.schedule.name)}: {describe_shape(costed.schedule)}, {escape(costed.source)}\n", highlight=False)
-    picture = draw(timeline, console.width, colored)
+    picture = draw_in_bands(timeline, console.width, colored)
     console.print(picture, soft_wrap=True)
     console.print()
     if gathers:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from zerobubble.cli.diff import print_difference
 from zerobubble.cli.inputs.options import PictureFiles, Shape, json_option, output_file, picture_options, width_option
 from zerobubble.cli.inputs.schedule_and_costs import find_schedule
-from zerobubble.cli.outputs.drawing import draw, legend
+from zerobubble.cli.outputs.drawing import draw_in_bands, legend
 from zerobubble.cli.outputs.evaluation import describe_shape
 from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.explain import Difference
@@ -151,7 +151,7 @@ def _print(run: TracedRun, step: int | None, schedule: Schedule, difference: Dif
     for line in lines:
         console.print(escape(line), highlight=False)
     console.print()
-    picture = draw(timeline, console.width, colored)
+    picture = draw_in_bands(timeline, console.width, colored)
     console.print(picture, soft_wrap=True)
     console.print()
     console.print(legend(timeline, colored=colored, drawn=[picture]))

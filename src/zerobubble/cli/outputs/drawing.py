@@ -1,6 +1,7 @@
 """A timeline drawn in a terminal: a line per rank, time scaled to the width, dots for idle time.
 
-If passes are narrower than a column, the columns show how busy the rank is, and with which kinds of passes.
+If the names of passes do not fit in one line, the picture continues below itself. If that takes too many lines, the columns show how busy
+the rank is, and with which kinds of passes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ Load = Mapping[tuple[Kind, int], float]
 SHADES = "█▓▒░"
 """Characters for columns that are busy all the time, three quarters, half, and a quarter of it."""
 
+MOST_ROWS = 40
+"""The most rows of ranks in a picture that continues below itself."""
+
 MOSTLY = 0.85
 """The fraction of a column that passes of one kind must take to show their letter."""
 
@@ -49,31 +53,51 @@ def draw(timeline: Timeline, width: int, colored: bool, duration: int | None = N
     Gradient sums over replicas are on a line below the rank. If a timeline takes no time, the
     result is a sentence that says so.
     """
+    return _drawn(timeline, width, colored, duration, bands=1)
+
+
+def draw_in_bands(timeline: Timeline, width: int, colored: bool) -> Text:
+    """Draws `timeline` as `draw` does, but continues below if the names of most passes do not fit in `width` columns."""
+    return _drawn(timeline, width, colored, None, bands=_num_bands(timeline, max(10, width - _label(timeline))))
+
+
+def _num_bands(timeline: Timeline, columns: int) -> int:
+    """Returns into how many parts of `columns` columns to divide the picture; 1 if passes would be too narrow for names anyway."""
+    durations = sorted(spans[-1].end - spans[0].start for row in timeline.rows for spans in steps_of(row))
+    usual = durations[len(durations) // 5] if durations else 0  # four in five are at least as long
+    if not usual:
+        return 1
+    name = 1 + len(str(max(span.op.microbatch for row in timeline.rows for span in row)))
+    needed = -(-name * timeline.makespan // (usual * columns))
+    bands = min(needed, max(1, MOST_ROWS // timeline.num_ranks))
+    return 1 if is_dense(timeline, bands * columns // 2, timeline.makespan) else bands
+
+
+def _drawn(timeline: Timeline, width: int, colored: bool, duration: int | None, bands: int) -> Text:
     if not timeline.makespan:
         return Text("Nothing to draw: every pass and message takes 0 ms. Give times above 0.\n")
-    label, scale = _label(timeline), _scale(timeline, width, duration)
+    label = _label(timeline)
+    columns = max(10, width - label)
+    scale = _Scale(timeline.start, timeline.makespan if duration is None else duration, bands * columns)
     shades = num_shades(timeline) if colored else None
     draw_row = _dense_row if is_dense(timeline, scale.columns, scale.duration) else _row
-    picture = Text(no_wrap=True)
+    lines: list[tuple[str, Text]] = []
     for rank, (row, places) in enumerate(zip(timeline.rows, stage_order(timeline), strict=True)):
-        picture.append(f"rank {rank}".ljust(label))
-        picture.append_text(draw_row(row, places, scale, shades)[: scale.column(timeline.end)])
-        picture.append("\n")
+        lines.append((f"rank {rank}", draw_row(row, places, scale, shades)[: scale.column(timeline.end)]))
         if timeline.reductions:
-            picture.append(" " * label)
-            picture.append_text(_sums(timeline.reductions[rank], scale, colored))
-            picture.append("\n")
-    picture.append(" " * label + _axis(scale), "dim")
+            lines.append(("", _sums(timeline.reductions[rank], scale, colored)))
+    picture = Text(no_wrap=True)
+    for first in range(0, scale.columns, columns):
+        picture.append("\n\n" if first else "")
+        for name, line in lines:
+            picture.append(name.ljust(label)).append_text(line[first : first + columns]).append("\n")
+        picture.append(" " * label + _axis(scale, first, columns), "dim")
     return picture
 
 
 def _label(timeline: Timeline) -> int:
     """Returns the width of the names of ranks."""
     return len(f"rank {timeline.num_ranks - 1} ")
-
-
-def _scale(timeline: Timeline, width: int, duration: int | None) -> _Scale:
-    return _Scale(timeline.start, timeline.makespan if duration is None else duration, max(10, width - _label(timeline)))
 
 
 def _dense_row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: int | None) -> Text:
@@ -156,14 +180,15 @@ def _name(spans: tuple[Span, ...], places: Sequence[int]) -> str:
     return "&".join(f"{letter}{span.op.microbatch}" for letter, span in zip(letters, spans, strict=True))
 
 
-def _axis(scale: _Scale) -> str:
+def _axis(scale: _Scale, first: int, columns: int) -> str:
+    """Returns the times below `columns` columns from the column `first`."""
     line = ""
     for tick in ticks(scale.duration, max(2, scale.columns // TICK_WIDTH)):
         label = f"{ms(tick):g}"
-        at = scale.column(scale.start + tick)
-        if len(line) <= at and at + len(label) <= scale.columns:
+        at = scale.column(scale.start + tick) - first
+        if len(line) <= at and at + len(label) <= columns:
             line = line.ljust(at) + label
-    return f"{line} ms" if len(line) + 3 <= scale.columns else line
+    return f"{line} ms" if len(line) + 3 <= columns else line
 
 
 def legend(*timelines: Timeline, colored: bool, drawn: Sequence[Text]) -> Text:
@@ -187,8 +212,8 @@ def _entries(timelines: Sequence[Timeline], colored: bool, drawn: str) -> Iterat
     if any(timeline.reductions for timeline in timelines):
         yield Text("+ sum of a stage over replicas")
     if any(sign in drawn for sign in SHADES):
-        several = "passes, colors mixed" if colored else "passes of several kinds"
-        yield Text(f"{SHADES} {several}: darker is busier")
+        several = "busy in part: darker is busier" if colored else "passes of several kinds: darker is busier"
+        yield Text(f"{SHADES[1:] if colored else SHADES} {several}")
     yield Text("· idle")
 
 
@@ -201,18 +226,22 @@ def is_dense(timeline: Timeline, columns: int, duration: int) -> bool:
 def dense_row(row: Sequence[Span], places: Mapping[int, int], start: int, duration: int, columns: int, shades: int | None) -> Text:
     """Draws the `row` from `start` in `columns` columns for `duration` ns; `places` has the place of each stage on the rank.
 
-    With `shades` shades per color, the colors of the passes are mixed. If None, a column of nearly only one kind shows its letter, in lower
-    case for later stages. Darker columns are busier.
+    With `shades` shades per color, each half of a column has the mixed colors of its passes. If None, a column of nearly only one kind
+    shows its letter, in lower case for later stages. Darker columns are busier.
     """
     line = Text()
-    for load in _loads(row, places, start, duration / columns, columns):
+    halves = list(_loads(row, places, start, duration / columns / 2, 2 * columns))
+    for left, right in zip(halves[::2], halves[1::2], strict=True):
+        load = {key: (left.get(key, 0.0) + right.get(key, 0.0)) / 2 for key in (*left, *right)}
         busy = sum(load.values())
         if busy < 1 / 8:
             line.append("·", "dim")
-        elif shades is not None:
-            line.append(_shade_of(busy), _mixed(load, shades))
-        else:
+        elif shades is None:
             line.append(_letter(load) or _shade_of(busy))
+        elif _shade_of(busy) == SHADES[0]:
+            line.append("▌", f"{_mixed(left, shades)} on {_mixed(right, shades)}")
+        else:
+            line.append(_shade_of(busy), _mixed(load, shades))
     return line
 
 

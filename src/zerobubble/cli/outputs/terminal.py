@@ -18,7 +18,7 @@ from zerobubble.planning.table import NOTE_WIDTH
 
 Made = TypeVar("Made")
 
-IN_ASCII = {"─": "-", "·": ".", "▏": "|", "–": "-", "…": "...", "×": "x", "█": "#", "▓": "+", "▒": "=", "░": "-"}
+IN_ASCII = {"─": "-", "·": ".", "▏": "|", "▌": "#", "–": "-", "…": "...", "×": "x", "█": "#", "▓": "+", "▒": "=", "░": "-"}
 """Characters of pictures and tables, with their ASCII replacements."""
 
 _HANDLER = "zerobubble-drawn-in-ascii"
