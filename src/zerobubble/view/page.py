@@ -106,14 +106,18 @@ def header(title: str, facts: Iterable[tuple[str, str]] = ()) -> str:
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Returns a table in which the first cell of each row is the row's header. All text is escaped."""
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    lines = "".join(_row(name, cells) for name, *cells in rows)
+    """Returns a table in which the first cell of each row is the row's header. All text is escaped.
+
+    Each cell has its title, which a narrow page shows next to the figure.
+    """
+    first, *others = map(escape, titles)
+    head = "".join(f'<th scope="col">{title}</th>' for title in (first, *others))
+    lines = "".join(_row(name, zip(others, cells, strict=True)) for name, *cells in rows)
     return f'<div class="scroll" tabindex="0"><table class="figures"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>\n'
 
 
-def _row(name: str, cells: Iterable[str]) -> str:
-    figures = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+def _row(name: str, cells: Iterable[tuple[str, str]]) -> str:
+    figures = "".join(f'<td data-title="{title}">{escape(cell)}</td>' for title, cell in cells)
     return f'<tr><th scope="row">{escape(name)}</th>{figures}</tr>'
 
 
@@ -192,7 +196,7 @@ def comparison_html(
 def _differences(times: Sequence[int]) -> list[str]:
     """How much longer or shorter each time is than the first, in percent."""
     first, *others = times
-    return ["–", *(f"{100 * (time / first - 1):+.1f} %".replace("-", "\N{MINUS SIGN}") if first else "–" for time in others)]
+    return ["–", *(f"{100 * (time / first - 1):+.2f} %".replace("-", "\N{MINUS SIGN}") if first else "–" for time in others)]
 
 
 COMPACT = "<style>main { padding: 6px 10px; max-width: none; }</style>\n"
