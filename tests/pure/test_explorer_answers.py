@@ -17,8 +17,8 @@ from tests.refusals import raises
 from zerobubble.explorer.answer import answer, answer_to_dict
 from zerobubble.explorer.forms import FORMS, command, file_names, needed_forms, python_lines, write_form
 from zerobubble.explorer.offers import offers
-from zerobubble.explorer.question import RANGES, FieldError, Question, read_question
-from zerobubble.explorer.searching import MOST_SECONDS, read_search
+from zerobubble.explorer.question import MOST_SECONDS, RANGES, FieldError, Question, read_question
+from zerobubble.explorer.searching import read_search
 from zerobubble.explorer.workshop import RANGES as BLOCK_RANGES
 from zerobubble.explorer.workshop import read_block_question
 from zerobubble.export import dumps
@@ -149,7 +149,7 @@ def test_the_command_and_the_program_repeat_a_search(
     monkeypatch.chdir(tmp_path)
     work = zb.Workload.uniform(4, times=(10, 12, 8), comm=0.5, held=0.75)
     plan = zb.plan(work, 8, memory, objective=objective, seconds=0)
-    made = answer(Question(file=json.dumps(plan.to_dict()), file_name="plan.json", search=f"0 {plan.placement.name}"))
+    made = answer(Question(file=json.dumps(plan.to_dict()), file_name="plan.json", search_seconds=0))
     assert needed_forms(made) == []
     found: dict[str, zb.Timeline] = {}
     exec(python_lines(made), found)
@@ -159,9 +159,12 @@ def test_the_command_and_the_program_repeat_a_search(
         done = run_cli(*shlex.split(line)[1:])
         assert done.exit_code == 0, done.stderr
     assert zb.io.load_plan("plan.json").schedule == made.schedule
-    front = replace(made, question=replace(made.question, search=f"0 {plan.placement.name} 1:3:0.5"))
+    front = replace(made, question=replace(made.question, search_limits="1:3:0.5"))
     assert "--memory 1:3:0.5" in command(front)
     assert len(needed_forms(front)) == 1
+    worse = replace(made, question=replace(made.question, search_placement="vee", search_seconds=None))
+    assert command(worse) == "zerobubble show plan.json"
+    assert len(needed_forms(worse)) == 1
 
 
 def test_a_run_is_drawn_below_its_plan_and_one_of_another_schedule_is_refused() -> None:

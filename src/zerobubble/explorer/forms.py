@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from zerobubble.errors import InputError
 from zerobubble.explorer.answer import Answer
 from zerobubble.explorer.estimating import estimate_python
-from zerobubble.explorer.question import FieldError, read_options
-from zerobubble.explorer.search_lines import search_of
+from zerobubble.explorer.question import FieldError, Question, read_options
+from zerobubble.explorer.search_lines import Times, search_of
 from zerobubble.export.json_form import dumps
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.svg import timeline_svg
@@ -114,9 +114,7 @@ def command(made: Answer) -> str:
     if _needs_costs_file(made):
         words += ["--costs", _quoted(_costs_file(made))]
     elif made.plan is None:
-        words += ["--times", ",".join(map(_number, question.times))]
-        words += ["--comm", _number(question.comm)] if question.comm else []
-        words += ["--held", _number(question.held)] if question.held != 1 else []
+        words += _times(question).options()
     return "\n".join([*([found.command()] if found else []), " ".join(words)])
 
 
@@ -212,17 +210,14 @@ def _costs_python(made: Answer) -> str:
         return estimate_python(question, schedule)
     if question.costs:
         return f"zb.io.loads(open({_costs_file(made)!r}).read())"
-    times = ", ".join(map(_number, question.times))
-    parts = [str(schedule.num_stages), f"times=({times})", f"comm={_number(question.comm)}"]
     per_rank = max(1, schedule.num_stages // schedule.num_ranks)
-    parts += [f"stages_per_rank={per_rank}"] if per_rank > 1 else []
-    parts += [f"held={_number(question.held)}"] if question.held != 1 else []
+    parts = [str(schedule.num_stages), *_times(question).arguments(), *([f"stages_per_rank={per_rank}"] if per_rank > 1 else [])]
     slowed = "" if question.slow_link is None else f".with_columns(comm={list(made.costs.comm)})"
     return f"zb.Costs.uniform({', '.join(parts)}){slowed}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.12g}"
+def _times(question: Question) -> Times:
+    return Times(question.times, question.comm, question.held)
 
 
 def _quoted(word: str) -> str:

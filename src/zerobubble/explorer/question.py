@@ -15,6 +15,8 @@ MOST_PASSES = 200_000
 """The most passes of a schedule that the page asks for: more takes longer than one waits for a picture."""
 MOST_TEXT = 2_000_000
 """The most characters of a file."""
+MOST_SECONDS = 600.0
+"""The longest budget of a search."""
 
 
 class FieldError(InputError):
@@ -52,8 +54,10 @@ class Question:
     `file` is the text of a schedule, a plan or PyTorch's CSV, which then gives the shape and stands before `schedule`; `costs` the text of
     a costs file, which stands before the times. `slow_link` is the rank before a link whose messages take `slow_comm`. `model` is one that
     `zb.cost_model` knows, whose estimated costs stand before the times; it runs on GPUs as `gpu` and the fields below it say, where 1 is
-    yes and 0 is no. `search` is the search that found the plan in `file`: see `search_lines`. `versus` is a schedule to draw below on the
-    same axis, for the same shape and times, and `run` the text of a measured timeline of this schedule, drawn there, too.
+    yes and 0 is no. `search_placement` is the placement for which a search of the page found the plan in `file`; if it is the best of all
+    placements, `search_seconds` is the budget of the search and `search_limits` its first and last memory limit and their distance, such as
+    `1:8:1`, for a front. `versus` is a schedule to draw below on the same axis, for the same shape and times, and `run` the text of a
+    measured timeline of this schedule, drawn there, too.
     """
 
     schedule: str = "zb-v"
@@ -86,7 +90,9 @@ class Question:
     costs: str = ""
     file: str = ""
     file_name: str = ""
-    search: str = ""
+    search_placement: str = ""
+    search_seconds: float | None = None
+    search_limits: str = ""
     run: str = ""
 
     @property
@@ -114,6 +120,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "microbatch": (1, 1024),
     "sequence_parallel": (0, 1),
     "overlap_tp": (0, 1),
+    "search_seconds": (0, MOST_SECONDS),
 }
 """The least and the most of each number."""
 TIMES = ("forward", "backward", "weight", "comm", "slow_comm")

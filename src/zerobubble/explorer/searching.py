@@ -14,12 +14,11 @@ from signal import SIGKILL
 from typing import Any
 
 from zerobubble.explorer.places import Places
-from zerobubble.explorer.question import FieldError, Question, read_question, require_range
+from zerobubble.explorer.question import MOST_SECONDS, FieldError, Question, read_question, require_range
 from zerobubble.planning import Objective
 
 MOST_SEARCHES = 2
 """Maximum number of concurrent searches."""
-MOST_SECONDS = 600.0
 MOST_LIMITS = 32
 """Maximum number of memory limits of a Pareto front."""
 LONGEST_LINE = 64_000_000

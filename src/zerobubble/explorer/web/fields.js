@@ -44,7 +44,7 @@ function lowered(text) {
 export class Fields {
   // `whole` is the group of all of them.
   constructor(form, whole, settings, onChange) {
-    Object.assign(this, { form, whole, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", search: "", costs: "", run: "" } });
+    Object.assign(this, { form, whole, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", search_placement: "", search_seconds: "", search_limits: "", costs: "", run: "" } });
     this.groups = GROUPS.map(([title, names], place) => new Group(form, title, names.map((name) => this.field(name)), { open: place <= TIMES_GROUP }));
     this.problem = element("p", "", { class: "problem", role: "alert", id: "q-problem", hidden: "" });
     this.openFile = this.backFromFile();
@@ -146,13 +146,18 @@ export class Fields {
     return made;
   }
 
-  // `search` is what found a plan that is no file of the user's.
-  use(name, text, fileName, search = "") {
+  // `found` has the fields of the search that found a plan that is no file of the user's.
+  use(name, text, fileName, found = {}) {
     this.texts[name] = text;
-    if (name === "file") [this.isPlan, this.texts.search] = [false, search]; // a plan only when the server has read it
+    if (name === "file") this.openedFile(found);
     if (FILES[name]) this.texts[FILES[name]] = text ? fileName : "";
     this.showFiles();
     this.changed(name);
+  }
+
+  openedFile(found) {
+    this.isPlan = false; // until the server has read it
+    Object.assign(this.texts, { search_placement: "", search_seconds: "", search_limits: "" }, found);
   }
 
   showFiles() {
@@ -176,7 +181,7 @@ export class Fields {
 
   // What the open file is called: the plan of a search has no file yet.
   nameOfFile() {
-    return this.texts.search ? `the search's plan on ${this.texts.search.split(" ")[1]}` : this.texts.file_name;
+    return this.texts.search_placement ? `the search's plan on ${this.texts.search_placement}` : this.texts.file_name;
   }
 
   enable(name, on) {

@@ -6,7 +6,7 @@ import { element, percent } from "./words.js";
 import { send } from "./asker.js";
 
 export class Search {
-  // `openPlan(plan, looks, search)` opens the plan of a search in the picture, and brings the picture into the window if it `looks`.
+  // `openPlan(plan, looks, found)` opens the plan of a search in the picture, and brings the picture into the window if it `looks`.
   constructor(fields, openPlan) {
     Object.assign(this, { fields, openPlan, number: 0, host: element("section", "", { class: "search", "aria-labelledby": "search-title" }) });
     this.problem = element("p", "", { class: "problem", role: "alert", id: "search-problem", hidden: "" });
@@ -127,7 +127,7 @@ export class Search {
     // Unless the reader has gone on to something else meanwhile.
     const opens = JSON.stringify(this.fields.values()) === this.before;
     this.news.textContent += opens ? "The picture above shows the winner." : "The fields have changed meanwhile, so the picture above stays.";
-    if (opens) this.openPlan(news.rows[0].plan, false, this.searchOf(news.rows[0].placement));
+    if (opens) this.openPlan(news.rows[0].plan, false, this.searchOf(news.rows[0].placement, true));
   }
 
   // How the search ended, in a sentence.
@@ -160,9 +160,9 @@ export class Search {
     const covered = `Placements covered: ${placements.join(", ")}.${this.only}`;
     const note = nothingFits ? `Nothing fits at ${nothingFits} of the limits.` : "";
     this.found.replaceChildren(element("p", covered, { class: "covered", id: "front-covers" }), host, element("p", note, { class: "hint" }));
-    new FrontChart(host, front, ({ opens, placement }) => {
+    new FrontChart(host, front, ({ opens, placement }, name, isBest) => {
       this.news.textContent = "The picture above shows its schedule.";
-      this.openPlan(plans[opens], true, this.searchOf(placement));
+      this.openPlan(plans[opens], true, this.searchOf(placement, isBest));
     });
   }
 
@@ -188,15 +188,15 @@ export class Search {
 
   opener(plan, placement, isWinner) {
     const made = element("button", "open", { type: "button", "aria-label": `open the plan of ${placement}`, ...(isWinner ? { id: "search-open" } : {}) });
-    made.addEventListener("click", () => this.openPlan(plan, true, this.searchOf(placement)));
+    made.addEventListener("click", () => this.openPlan(plan, true, this.searchOf(placement, isWinner)));
     return made;
   }
 
-  // The search of a plan as the server reads it: seconds, placement and, for a front, the limits as the command line takes them.
-  searchOf(placement) {
+  // The fields of a plan's search. Only the best plan is what the same search finds, so others are saved as files.
+  searchOf(placement, isBest) {
     const limits = this.limitsAsked;
-    const range = limits.length ? [`${limits[0]}:${limits.at(-1)}:${limits[1] - limits[0]}`] : [];
-    return [this.asked, placement, ...range].join(" ");
+    const range = limits.length ? `${limits[0]}:${limits.at(-1)}:${limits[1] - limits[0]}` : "";
+    return { search_placement: placement, ...(isBest ? { search_seconds: this.asked, search_limits: range } : {}) };
   }
 }
 

@@ -174,7 +174,7 @@ export class FrontChart {
     if (answer.opens === null) return;
     this.shown = [n, k];
     this.draw();
-    await this.opened(answer, this.nameOf(n, k));
+    await this.opened(answer, this.nameOf(n, k), k === 0);
   }
 
   // By shares of what is in view, but not beyond the whole.
