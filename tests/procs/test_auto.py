@@ -273,6 +273,22 @@ def test_costs_are_corrected_by_what_was_measured() -> None:
     assert auto.how_far(planned, auto.corrected(planned, apart)) == 0.0, "B and W together take what they took"
 
 
+def test_delays_of_messages_are_relative_to_the_passes_of_a_stage() -> None:
+    """A stage takes 4 ms for F, B and W together, and a message comes 1 ms late."""
+    planned, found = (zb.Costs.from_ms([1, 1], [2, 2], [1, 1], comm) for comm in (0.5, 1.5))
+    assert auto.how_late(planned, found) == 1 / 4
+    assert auto.how_late(planned, planned) == 0
+
+
+def test_no_more_searches_start_after_three_failures() -> None:
+    schedule = zb.make("zb-h1", 2, 4)
+    planner = auto.AutoPlanner(zb.Auto(), 2, 4)
+    planner._problem = zb.planning.Problem(schedule.placement, 4, zb.Costs.uniform(2), zb.Limits((1, 1)))
+    with mock.patch.object(auto, "BackgroundPlanner", side_effect=background.PlannerError) as starts:
+        assert [planner._search() for _ in range(5)] == [(True, None)] * 5
+    assert starts.call_count == 3
+
+
 def test_candidates_take_turns_and_the_one_with_the_least_median_wins() -> None:
     work = zb.Workload.uniform(2, times=(10, 10, 8))
     slow, quick = (zb.plan(work, 4, placements=placement, seconds=0) for placement in ("linear", "vee"))

@@ -394,3 +394,25 @@ def test_a_module_has_one_group_of_parameters_or_none_before_torch_2_12() -> Non
     assert shards._groups(SimpleNamespace(_fsdp_param_group=group)) == [group]
     assert shards._groups(SimpleNamespace(_fsdp_param_group=None)) == []
     assert shards._groups(SimpleNamespace(_fsdp_param_groups=(group, group))) == [group, group]
+
+
+def names_by_part(group: dist.ProcessGroup) -> list[set[str]]:
+    """Names of the parameters of each part of a stage, one of which is the stage and has layers before and after the other."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(DEVICE.type, (2,), mesh_dim_names=("dp_shard",))
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))).to(DEVICE)
+    fully_shard(module[1], mesh=mesh)
+    found = shards.shards_of(fully_shard(module, mesh=mesh), 0)
+    assert found is not None
+    found.gather()
+    found.wait()
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    names = [{name_of[parameter] for parameter in part.parameters} for part in found.parts]
+    found.release()
+    return names
+
+
+@needs_fsdp2_on_cpu
+def test_parts_are_reduced_in_the_order_of_their_last_parameters(world: Ranks) -> None:
+    assert world.run(names_by_part, ranks=2) == [[{"1.weight"}, {"0.weight", "2.weight"}]] * 2

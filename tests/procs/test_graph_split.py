@@ -26,9 +26,12 @@ from tests.procs.versions import needs_checkpoints_in_graphs
 from tests.refusals import Stated, raises
 from tests.thinned import every
 from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.measure.storages import addresses_of
+from zerobubble.runtime.split.graph import PendingWeights
 from zerobubble.runtime.split.graphs.fx_nodes import flops
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import Stage, make_stage
+from zerobubble.runtime.values.gradients import Gradients
 
 pytestmark = pytest.mark.in_process
 
@@ -161,6 +164,29 @@ def test_between_b_and_w_only_inputs_and_gradients_of_linears_are_kept() -> None
     assert 0 < stage.meter.bytes <= 2 * 8 * 4 * sum(linear.in_features + linear.out_features for linear in linears)
     stage.weight(0)
     assert stage.meter.bytes == 0
+
+
+def test_both_gradients_of_a_convolution_wait_and_are_those_of_autograd() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv1d(5, 5, 3), nn.Tanh(), nn.Conv1d(5, 5, 3))
+
+    mine = train(build, "x", Graph)
+    assert difference(mine, train(build, "x", Plain)) == 0
+    assert {"0.weight", "0.bias", "2.weight", "2.bias"} <= set(mine.waited)
+
+
+def test_a_first_gradient_is_no_memory_that_others_use() -> None:
+    """W gives what it kept from B, one new tensor for two parameters, and another for a third. Another parameter has a gradient already."""
+    before, of_kept, first, second, alone = (nn.Parameter(torch.zeros(2, 3)) for _ in range(5))
+    before.grad = torch.ones(2, 3)
+    kept, shared, new = torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)
+    parameters = [before, of_kept, first, second, alone]
+    PendingWeights(lambda kept: [new, *kept, shared, shared, new.clone()], parameters, [kept], None).run(Gradients())
+    for parameter, expected in zip(parameters, (new + 1, kept, shared, shared, new), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected)
+    assert len(addresses_of([kept, new, *(p.grad for p in parameters if p.grad is not None)])) == 7
+    assert first.grad is shared
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ The error names the first parameter that differs.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs.ranks import Ranks
 from tests.thinned import every
+from zerobubble.runtime.stage.whole_model import warn_of_uncut_model
 
 WIDTH = 6
 PROMPT = 80.0
@@ -131,3 +133,13 @@ def test_a_model_that_was_trained_in_parts_goes_on(world: Ranks) -> None:
     first, second, third = world.run(again, ranks=2)[0]
     assert second < first
     assert third == pytest.approx(first, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("digests", "count"), [(["one", "one"], 1), (["one", "other"], 0), (["one"], 0), (["", ""], 0), (["one", "one", ""], 0)]
+)
+def test_only_the_same_model_of_several_ranks_is_warned_of(digests: list[str], count: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_uncut_model(digests)
+    assert len(caught) == count

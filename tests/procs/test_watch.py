@@ -22,7 +22,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.refusals import raises
-from zerobubble.run_folder import log_name
+from zerobubble.run_folder import HEADER, log_name
 from zerobubble.runtime.hooks import step_recorder, telemetry
 from zerobubble.watch.figures import figures
 from zerobubble.watch.page import page_parts, timeline_parts
@@ -199,6 +199,42 @@ def test_a_disk_that_fails_is_logged_once_and_training_goes_on(caplog: pytest.Lo
         recorder.close(None)
     assert len(caplog.records) == 1
     assert (tmp_path / log_name(0)).read_text().count("\n") == 1
+
+
+class _Failing:
+    """A keeper that cannot keep its first steps."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.heard: list[tuple[int, int]] = []
+
+    def keep(self, steps: Sequence[Any], left_out: int) -> None:
+        self.heard.append((len(steps), left_out))
+        if len(self.heard) <= self.failures:
+            raise OSError("no space")
+
+    def close(self, failure: zb.PipelineError | None) -> None:
+        pass
+
+
+def test_each_keeper_hears_how_many_steps_it_has_missed() -> None:
+    """Before the second write, three steps are refused. A keeper also misses those of writes that fail."""
+    keepers = [_Failing(0), _Failing(1), _Failing(2)]
+    recorder = step_recorder.StepRecorder(keepers)
+    recorder.close(None)  # from here on, nothing but this test writes
+    for refused in (0, 3, 0, 0):
+        for number in range(2):
+            recorder.put(lambda number=number: number)  # type: ignore[misc]
+        recorder._write(refused)
+    assert [[left_out for _, left_out in keeper.heard] for keeper in keepers] == [[0, 3, 0, 0], [0, 5, 0, 0], [0, 5, 7, 0]]
+    assert [count for keeper in keepers for count, _ in keeper.heard] == [2] * 12
+
+
+def test_rank_0_alone_writes_the_schedule(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        step_recorder.FolderKeeper(folder, rank, 2, zb.make("1f1b", 2, 4), None).close(None)
+        assert (folder / HEADER).exists() == (rank == 0)
 
 
 class _Slow:
