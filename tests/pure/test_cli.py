@@ -190,7 +190,7 @@ def test_an_illegal_file_cannot_be_shown(tmp_path: Path) -> None:
         ("show", "NAME"),
         ("diff plan.json", "zerobubble diff plan.json run.json"),
         ("compare", "zerobubble compare 1f1b zb-h1"),
-        ("show zb-h9 --ranks 2 --microbatches 2", "did you mean 'zb-h2'?"),
+        ("show zb-h9 --ranks 2 --microbatches 2", "'zb-h1', 'zb-h2' or 'zb-v'"),
         ("show zb-h1", "needs --ranks P and --microbatches M"),
         ("show zb-h1 --ranks 2", "needs --microbatches M"),
         ("compare zb-h1", "--ranks 4 --microbatches 8"),
