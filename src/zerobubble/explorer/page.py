@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from base64 import b64encode
 from dataclasses import fields
@@ -17,7 +16,7 @@ from zerobubble.explorer.forms import FORMS
 from zerobubble.explorer.question import MOST_TEXT, RANGES, Question
 from zerobubble.explorer.workshop import BLOCK_FORMS, BlockQuestion
 from zerobubble.schedules import known_schedules
-from zerobubble.view.assets import asset, script
+from zerobubble.view.assets import asset, script, shell
 
 PACKAGES = ("zerobubble.explorer", "zerobubble.view")
 """Where the page's modules and styles are."""
@@ -34,16 +33,12 @@ PRESETS = (
 @cache
 def explorer_html() -> str:
     """The page."""
-    settings = json.dumps(_settings(), allow_nan=False).replace("<", "\\u003c")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>zerobubble explore</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<style>\n{asset('page.css')}{asset('explore.css', PACKAGES)}</style>\n</head>\n<body>\n<main>\n"
+    body = (
         '<header><h1>Explore pipeline schedules</h1></header>\n<div id="tabs"></div>\n'
-        '<div id="explorer"></div>\n<div id="workshop" hidden></div>\n</main>\n'
-        f'<script type="application/json" id="settings">{settings}</script>\n'
-        f'<script type="module">\n{script("explore.js", PACKAGES)}</script>\n</body>\n</html>\n'
+        '<div id="explorer"></div>\n<div id="workshop" hidden></div>\n'
     )
+    style = asset("page.css") + asset("explore.css", PACKAGES)
+    return shell("zerobubble explore", body, style, script("explore.js", PACKAGES), settings=_settings())
 
 
 def content_policy(html: str) -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from zerobubble.explorer.answer import answer, answer_to_dict
 from zerobubble.explorer.page import PACKAGES
 from zerobubble.explorer.question import FieldError, Question
 from zerobubble.schedules import known_schedules
-from zerobubble.view.assets import asset, script
+from zerobubble.view.assets import asset, script, shell
 
 SHAPES = tuple((ranks, times * ranks) for ranks in (2, 4, 8) for times in (1, 2, 4))
 """The ranks and microbatches that the page has."""
@@ -31,15 +30,9 @@ def playground_html(schedules: Sequence[str] = (), shapes: Sequence[tuple[int, i
         "comm": Question().comm,
         "answers": {f"{name} {ranks} {count}": _answer(name, ranks, count) for name in names for ranks, count in shapes},
     }
-    settings = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>zerobubble playground</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<style>\n{asset('page.css')}{asset('explore.css', PACKAGES)}</style>\n</head>\n<body>\n<main>\n"
-        '<header><h1>Pipeline schedules to play with</h1></header>\n<div id="playground"></div>\n</main>\n'
-        f'<script type="application/json" id="settings">{settings}</script>\n'
-        f'<script type="module">\n{script("playground.js", PACKAGES)}</script>\n</body>\n</html>\n'
-    )
+    body = '<header><h1>Pipeline schedules to play with</h1></header>\n<div id="playground"></div>\n'
+    style = asset("page.css") + asset("explore.css", PACKAGES)
+    return shell("zerobubble playground", body, style, script("playground.js", PACKAGES), settings=data)
 
 
 def _answer(name: str, ranks: int, microbatches: int) -> dict[str, Any]:

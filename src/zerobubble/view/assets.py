@@ -6,9 +6,11 @@ next to it, so they become one, and share their top-level names.
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const)\b)", re.MULTILINE)
@@ -26,6 +28,21 @@ def script(entry: str = "main.js", packages: tuple[str, ...] = (__package__,)) -
     placed: dict[str, str] = {}
     _place(entry, packages, placed)
     return "\n".join(placed.values())
+
+
+def shell(title: str, body: str, style: str, module: str, **data: Any) -> str:
+    """The document of a page. `title` and `body` are HTML; `module` is its script, which finds each of `data` as JSON by its name."""
+    elements = "".join(f'<script type="application/json" id="{name}">{_json(value)}</script>\n' for name, value in data.items())
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}</main>\n"
+        f'{elements}<script type="module">\n{module}</script>\n</body>\n</html>\n'
+    )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _place(name: str, packages: tuple[str, ...], placed: dict[str, str]) -> None:

@@ -6,7 +6,6 @@ that of a notebook, over a picture of the same.
 
 from __future__ import annotations
 
-import json
 import zlib
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from zerobubble.export.palette import COPY_COLORS, REDUCTION_COLOR, WAIT_COLORS,
 from zerobubble.kinds import KINDS
 from zerobubble.rules import gathered, given_to
 from zerobubble.timeline import Doing, Timeline
-from zerobubble.view.assets import asset, script
+from zerobubble.view.assets import asset, script, shell
 from zerobubble.view.columns import COPYING, WAITS, Viewed, timeline_columns
 
 WAITING = {
@@ -66,13 +65,8 @@ def page(
     `losses` are the training losses, one dict for each run. With a Pareto `front`, the viewer shows the timeline of the point that the
     reader selects. The script of a `packed` page is compressed.
     """
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<style>\n{asset('page.css')}</style>\n</head>\n<body>\n<main>\n{''.join(body)}</main>\n"
-        f'<script type="application/json" id="data">{_data(viewed, losses, front)}</script>\n'
-        f'<script type="module">\n{_packed(script()) if packed else script()}</script>\n</body>\n</html>\n'
-    )
+    data = viewer_data(viewed, losses) | {"front": front}
+    return shell(title, "".join(body), asset("page.css"), _packed(script()) if packed else script(), data=data)
 
 
 @cache
@@ -119,11 +113,6 @@ def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def _row(name: str, cells: Iterable[tuple[str, str]]) -> str:
     figures = "".join(f'<td data-title="{title}">{escape(cell)}</td>' for title, cell in cells)
     return f'<tr><th scope="row">{escape(name)}</th>{figures}</tr>'
-
-
-def _data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]], front: dict[str, Any] | None) -> str:
-    data = json.dumps(viewer_data(viewed, losses) | {"front": front}, separators=(",", ":"), allow_nan=False)
-    return data.replace("<", "\\u003c")
 
 
 def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from zerobubble.kinds import Kind, traits_of
 from zerobubble.timeline import Timeline
 from zerobubble.units import show_percent
 from zerobubble.view import MemoryRow, Viewed
-from zerobubble.view.assets import asset, script
+from zerobubble.view.assets import asset, script, shell
 from zerobubble.view.page import section, table, viewer_data
 from zerobubble.view.report_page import card, memory_section
 from zerobubble.watch.run import Run, State
@@ -35,16 +35,13 @@ ENDED = (State.FAILED, State.GONE, State.SILENT)
 @cache
 def watch_html() -> str:
     """The shell of the page, which asks the server for its parts."""
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>zerobubble watch</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<style>\n{asset('page.css')}{asset('watch.css', PACKAGES)}</style>\n</head>\n<body>\n<main>\n"
+    body = (
         '<header><h1>Watch training runs</h1></header>\n<p id="notice" class="notice" role="status"></p>\n<div id="status"></div>\n'
         '<div id="cards"></div>\n<section aria-labelledby="timeline"><h2 id="timeline">Last recorded step</h2>'
         '<p class="lead" id="timeline-lead"></p><div id="viewer"></div></section>\n'
-        '<div id="charts"></div>\n<div id="tables"></div>\n</main>\n'
-        f'<script type="module">\n{script("watch.js", PACKAGES)}</script>\n</body>\n</html>\n'
+        '<div id="charts"></div>\n<div id="tables"></div>\n'
     )
+    return shell("zerobubble watch", body, asset("page.css") + asset("watch.css", PACKAGES), script("watch.js", PACKAGES))
 
 
 def page_parts(runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
