@@ -2,7 +2,7 @@
 
 import { FrontChart } from "./front_chart.js";
 import { LABELS } from "./fields.js";
-import { element, percent } from "./words.js";
+import { element, percent, unbroken } from "./words.js";
 import { send } from "./asker.js";
 
 export class Search {
@@ -180,7 +180,7 @@ export class Search {
       if (plan) name.append(this.opener(plan, placement, place === winner));
       row.append(name);
       for (const text of [number(time, 5), percent(bubble), percent(bound), number(peak, 4)]) row.append(element("td", text));
-      row.append(element("td", note, { class: "why" }));
+      row.append(element("td", unbroken(note), { class: "why" }));
     }
     scroll.append(made);
     return scroll;

@@ -1,7 +1,7 @@
 // The answer: figures, the picture in the viewer, what to save, and the lines that reproduce it.
 
 import { Picture } from "./picture.js";
-import { element } from "./words.js";
+import { element, unbroken } from "./words.js";
 import { Saver } from "./saver.js";
 
 export class Shown {
@@ -20,7 +20,7 @@ export class Shown {
   async show(answer, values) {
     const { data, figures, misfits, notes, assumptions } = answer;
     this.cards.replaceChildren(...figures.map(card));
-    this.notes.replaceChildren(...misfits.map((misfit) => element("p", misfit, { class: "misfit" })), ...notes.map((note) => element("p", note)), ...(assumptions.length ? [assumed(assumptions)] : []));
+    this.notes.replaceChildren(...misfits.map((misfit) => element("p", misfit, { class: "misfit" })), ...notes.map((note) => element("p", unbroken(note))), ...(assumptions.length ? [assumed(assumptions)] : []));
     this.saver.show(answer, values);
     await this.picture.show(data);
   }
@@ -49,11 +49,6 @@ function assumed(sentences) {
   list.append(...sentences.map((sentence) => element("li", sentence)));
   made.append(element("summary", `${sentences.length} things are assumed`), list);
   return made;
-}
-
-// A number stays on the line of its unit.
-function unbroken(text) {
-  return text.replace(/(\d) (?=\S)/g, "$1\u00a0");
 }
 
 export function card({ label, value, detail, exceeds }) {

@@ -1,6 +1,6 @@
 // The viewer's frame: its legend, its buttons with labels, the canvases and the tip.
 
-import { element } from "./words.js";
+import { element, unbroken } from "./words.js";
 
 export const BUTTONS = [
   ["zoom-in", "+", "zoom in"], ["zoom-out", "−", "zoom out"], ["zoom-all", "all", "show all"],
@@ -121,7 +121,7 @@ function captions(timelines) {
   const made = element("ul", "", { class: "captions" });
   for (const { name, source, caption } of timelines) {
     const item = element("li");
-    item.append(element("b", name), ` ${source} `, element("span", caption));
+    item.append(element("b", name), ` ${source} `, element("span", unbroken(caption)));
     made.append(item);
   }
   return made;

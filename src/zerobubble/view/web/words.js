@@ -36,3 +36,8 @@ export function roundStep(rough) {
   const power = 10 ** Math.floor(Math.log10(rough));
   return [1, 2, 5, 10].map((digit) => digit * power).find((step) => step >= rough);
 }
+
+// A number stays on the line of its unit.
+export function unbroken(text) {
+  return text.replace(/(\d) (?=(?:%|ms|[kMGT]?B|slots)(?![\w]))/g, "$1\u00a0");
+}
