@@ -215,3 +215,11 @@ def test_the_kinds_differ_in_gray() -> None:
     """By a third in luminance at least, as contrast is counted."""
     for one, other in combinations(dict.fromkeys(traits.color for traits in KINDS.values()), 2):
         assert contrast(one, other) > 1.3, (one, other)
+
+
+def test_a_caption_has_the_span_only_if_it_is_shorter_and_may_be_given() -> None:
+    drawn = [simulate(make(name, 4, 8), Costs.uniform(4)) for name in ("1f1b", "zb-h2")]
+    assert [timeline_svg(each).count("; span ") for each in drawn] == [each.span < each.makespan for each in drawn] == [False, True]
+    assert ">own words<" in timeline_svg(played("zb-v"), captions=["own words"])
+    with raises(InputError, "captions", "2", "1"):
+        timeline_svg(played("zb-v"), captions=["a", "b"])

@@ -138,7 +138,8 @@ def timeline_svg(
         windows: windows of the schedule of a single timeline from `zb.explain.windows`, to outline with their length and free memory.
         captions: a text for the line above each timeline, instead of its makespan, span and bubbles.
 
-    Raises `InputError` for other widths, `memory` for timelines without memory, and windows of another number of ranks.
+    Raises `InputError` for other widths, `memory` for timelines without memory, windows of another number of ranks, and another number of
+    captions than of timelines.
     """
     if not timelines:
         raise InputError("a picture needs at least one timeline, got none")
@@ -151,6 +152,8 @@ def timeline_svg(
         raise InputError(
             "windows need a single timeline of their schedule, got those of {ranks}", ranks=ranks, remedy="draw each timeline separately"
         )
+    if captions and len(captions) != len(timelines):
+        raise wrong("the number of captions", len(captions), f"{len(timelines)}, one for each timeline")
     peak = max(timeline.peak_bytes or 0 for timeline in timelines) if memory else 0
     scale = _Scale(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines), microbatch_bytes)
     return "\n".join(_document(scale, timelines, title, windows, captions or [caption(timeline) for timeline in timelines])) + "\n"
