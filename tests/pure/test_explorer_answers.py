@@ -139,7 +139,7 @@ def test_the_command_and_the_program_reproduce_what_is_shown(
     given = json.loads(shown.stdout)
     figures = given if compares else [given]
     drawn = [made, made.other] if compares else [made]
-    assert [figure["makespan"] for figure in figures] == [each.timeline.makespan / 1e6 for each in drawn if each is not None]
+    assert [figure["makespan_ms"] for figure in figures] == [each.timeline.makespan / 1e6 for each in drawn if each is not None]
 
 
 @pytest.mark.parametrize(("memory", "objective"), [(None, "makespan"), (2.5, "period")])
