@@ -93,7 +93,7 @@ TREE = 4
 
 
 class Held(NamedTuple):
-    """What communicators hold on a rank, at most: `blocks` are thread blocks of kernels that wait, one from each."""
+    """The most that communicators hold on a rank. `blocks` are thread blocks of waiting kernels, one kernel per communicator."""
 
     communicators: int
     blocks: int
@@ -101,7 +101,7 @@ class Held(NamedTuple):
 
 
 def held_by(rank: int, communicators: Sequence[Communicator]) -> Held:
-    """Return what these communicators, which are those of all ranks, hold on `rank`."""
+    """Return the resources that `communicators`, those of all ranks, hold on `rank`."""
     own = [each for each in communicators if rank in each.members]
     channels = {Purpose.STAGES: channels_for(communicators), Purpose.SHARED: SHARED_CHANNELS, Purpose.SUMS: SUMS_CHANNELS}
     blocks = [channels[each.purpose] for each in own]
@@ -109,7 +109,7 @@ def held_by(rank: int, communicators: Sequence[Communicator]) -> Held:
 
 
 def _bytes_of_channel(rank: int, communicator: Communicator) -> int:
-    """Return what a channel holds on a rank: a sum goes around a ring, or both ways along a tree."""
+    """Return the bytes that a channel holds on a rank. Channels of sums connect a ring and, in both directions, a tree."""
     if communicator.purpose is Purpose.SUMS:
         return (1 + min(TREE, len(communicator.members) - 1)) * (SEND_BYTES + RECEIVE_BYTES)
     return SEND_BYTES if rank == communicator.members[0] else RECEIVE_BYTES

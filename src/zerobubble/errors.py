@@ -174,13 +174,13 @@ def with_article(noun: str) -> str:
 
 
 def _sentence(template: str, fields: dict[str, Any]) -> str:
-    """The sentence of a template and its fields; a remedy that the template does not place ends it."""
+    """Fills in a template with its fields. If the template has no place for the remedy, it is appended."""
     sentence = _SENTENCES.vformat(template, (), fields)
     return f"{sentence}: {fields['remedy']}" if fields.get("remedy") and "{remedy" not in template else sentence
 
 
 def _plain(value: Any) -> Any:
-    """`value` if it is a number or text, or a tuple or list of such; else what a message calls it."""
+    """Returns `value` if it is a number, text, or a tuple or list of these; otherwise its description for messages."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, (tuple, list)):

@@ -155,7 +155,7 @@ def _searched(desk: Desk, searches: Searches) -> Endpoint:
 
 
 class News(StreamingResponse):
-    """The news of a search, which ends and leaves its place when this answer does, also where the answer never begins."""
+    """Streams the progress of a search. The search ends and frees its place when this response ends, even if the response never began."""
 
     def __init__(self, searches: Searches, number: int, question: dict[str, Any]) -> None:
         self._events, self._places, self._number = searches.events(number, question), searches.places, number

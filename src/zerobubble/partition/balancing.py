@@ -161,8 +161,8 @@ def cut_layers(
             (at least 1).
         speeds: relative speed of each rank; passes take twice as long at 0.5. Messages are unaffected. All 1 if not given.
 
-    Raises `InputError` for fewer layers than stages, for a placement of several routes, if no cuts fit the limits, and for speeds that are
-    not one number from a millionth to a million per rank.
+    Raises `InputError` if there are fewer layers than stages, if the placement has several routes, or if no cut fits the limits. `speeds`
+    needs one number from 1e-6 to 1e6 per rank.
 
     >>> import zerobubble as zb
     >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 10

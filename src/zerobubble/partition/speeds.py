@@ -27,7 +27,7 @@ EACH_LINK = "a list or tuple with a number for each link"
 def as_speeds(given: Sequence[float], num_ranks: int) -> Speeds:
     """Returns the speeds `given` for `num_ranks` ranks; empty if all are 1, so that such problems equal those without speeds.
 
-    Raises `InputError` for a wrong number of speeds, and for a speed that is not a number from a millionth to a million.
+    Raises `InputError` for a wrong number of speeds, and for a speed that is not a number from 1e-6 to 1e6.
     """
     speeds = as_tuple("speeds", given, EACH_RANK)
     _require_speeds(speeds, "of rank {}", "for the times of the layers")

@@ -71,7 +71,7 @@ def anneal(
     cold: float,
     moves: int,
 ) -> tuple[Any, float, int]:
-    """Tries `moves` moves on `rows`, played before at `cost`, while the temperature (ns) falls from `hot` to `cold`.
+    """Tries `moves` moves on `rows` while the temperature (ns) falls from `hot` to `cold`. `cost` is the current cost of `rows`.
 
     `scratch` holds the times of `rows`. `goal` is the objective of the order `best` in ns: the time of its longest rank, or its cost if
     there are samples. Better orders replace both. The search ends when `goal` reaches `target`. Returns the goal, the cost of `rows`, and

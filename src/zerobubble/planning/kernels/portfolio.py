@@ -37,7 +37,7 @@ RANDOM_POLICIES = 20
 """Policies tried at random where no seed fits, unless the problem is large: then each takes long, and coarser problems find better ones."""
 
 NEAR_BOUND = 1.02
-"""How long a seed may be as a multiple of the bound to be annealed at length before anything else."""
+"""Seeds up to this multiple of the bound get a long annealing first."""
 
 LARGE = 50_000
 """Passes from which the list scheduler is too slow to learn much on the problem itself."""

@@ -68,7 +68,7 @@ class PolicyPool:
 
 
 class SearchState:
-    """The search of a problem. `order`, `time` and `makespan` are the best rows with their objective and makespan.
+    """The state of a search. `order` has the best rows so far; `time` and `makespan` are their objective and makespan.
 
     The makespan breaks ties. `report` is called with every better objective.
     """

@@ -35,9 +35,9 @@ class StepTables(NamedTuple):
     from_start: bool
     """Whether the time before a rank's first pass counts (makespan) or not (span)."""
     fuses: bool
-    """Whether some BW takes less than its B and W."""
+    """Whether some BW takes less time than its B and W separately."""
     pairs: bool
-    """Whether some overlapped pair takes less than its passes."""
+    """Whether some overlapped pair takes less time than its two passes one after the other."""
     reach: int
     """The most steps that a move passes over."""
     rank: Ints

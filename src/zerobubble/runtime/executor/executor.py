@@ -52,8 +52,8 @@ class _Pass(NamedTuple):
 class Executor:
     """Plays `program.rows[peers.rank]` on `stages`, this rank's stages by index. Every action becomes a call when it is created.
 
-    After `run`, `records` says what ran when; if `recording`, also when messages were sent and waited for; with a `meter`, how many bytes
-    were held. `records` and `place` name microbatches, which `order` maps from the places of the program. While a step runs, `at` is the
+    After `run`, `records` has the times of the passes. If `recording`, it also has the times of sends and waits; with a `meter`, the bytes
+    held. `records` and `place` name microbatches, which `order` maps from the places of the program. While a step runs, `at` is the
     position of the current action, for error reports.
 
     Args:

@@ -307,9 +307,9 @@ def register_pipeline(user: UsesPipeline) -> int:
 
 
 def status_in_other_pipeline(user: UsesPipeline) -> RankStatus | None:
-    """Returns what the thread that made the last call of this pipeline does in a call of another one; None if it is in none.
+    """Returns the status of the thread that last called this pipeline, if it is now in a call of another pipeline; otherwise None.
 
-    Of several pipelines in which it timed out, the last one counts: the rank has left the earlier ones since.
+    If it timed out in several pipelines, returns its status in the last one: the rank has left the earlier ones.
     """
     users = [reference() for reference in _registered.valuerefs()]
     others = [other for other in users if other is not None and other is not user and other.call_lock.thread == user.call_lock.thread]

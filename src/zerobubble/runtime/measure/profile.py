@@ -122,7 +122,7 @@ def progress_reporter(progress: Progress | None, rank: int) -> Iterator[Progress
 
 
 def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline]) -> Costs:
-    """Returns the costs on `placement` according to single steps: the bytes held in the `metered` one, and the times of the `timed` ones.
+    """Returns the costs on `placement` measured in single steps: bytes held from the `metered` step, times from the `timed` steps.
 
     Times are medians over microbatches, and over steps. Passes of a divided head are left out; see `with_measured_head`.
     """

@@ -23,7 +23,7 @@ class Splitter(Protocol):
 
     @property
     def splits(self) -> bool:
-        """Whether W has work to do; a pass BW then runs B and W."""
+        """Whether W has any work. If it does, a pass BW runs B and then W."""
 
     @property
     def completes_by_parameter(self) -> bool:

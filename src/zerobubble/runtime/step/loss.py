@@ -227,9 +227,9 @@ class StepLosses:
         return result
 
     def gradient_of(self, seed: Callable[[], Tensor], microbatch: int) -> Tensor:
-        """Returns the gradient from which backward of a microbatch starts at its loss; `seed()` is that of the mean loss.
+        """Returns the gradient of a microbatch's loss, with which its backward starts; `seed()` is the gradient of the mean loss.
 
-        A share in this gradient instead of the loss itself gives the same bits, without two kernels for each microbatch.
+        Scaling this gradient instead of the loss gives bitwise equal results and saves two kernels per microbatch.
         """
         loss = self._known[microbatch]
         assert loss is not None
@@ -253,7 +253,8 @@ class StepLosses:
         return loss * (weight / self._whole_weight) if weight else torch.zeros_like(loss)
 
     def _backward_loss(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Returns the gradient with which backward begins, by the gradient `loss` of the mean: its share, or `divisor` times that."""
+        """Returns the gradient with which backward begins: the microbatch's share of `loss`, the gradient of the mean, or `divisor` times
+        that."""
         if not self._scales_gradients:
             return self._share(microbatch, loss)
         factor = 1.0 if self._weights_are_equal else self._weight_of(microbatch) * self.divisor / self._whole_weight

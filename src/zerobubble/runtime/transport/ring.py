@@ -137,7 +137,7 @@ class RingLane:
         return _HEADER + self.slots * self.slot_bytes
 
     def sender(self, shapes: Shapes) -> Put:
-        """Returns a function that waits for a slot and copies a message of these `shapes` into it; tensors may be missing.
+        """Returns a function that waits for a slot and copies a message of these `shapes` into it. Tensors of the message may be None.
 
         The function raises `PeerGoneError`.
         """

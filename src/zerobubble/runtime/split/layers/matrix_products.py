@@ -70,7 +70,7 @@ def _saving_hooks() -> Any:
 
 
 def owns_matrices(module: nn.Module) -> bool:
-    """Returns whether `module` directly owns parameters, also in parameter lists, whose products in its `forward` can be intercepted.
+    """Returns whether `module` directly owns parameters (or parameter lists) whose products in its `forward` can be intercepted.
 
     Parts of a traced model receive their parameters as arguments; `given_parameters` lists these.
     """
