@@ -29,7 +29,7 @@ def _no_remedy(value: Any) -> str:
 
 
 class Wanted(NamedTuple):
-    """What an argument must be, in words, the test for it, and the remedy for a value that fails the test."""
+    """The requirement of an argument: a description, a test, and the remedy for a value that fails the test."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -49,7 +49,7 @@ def optional(wanted: Wanted | type) -> Wanted:
 
 
 def either(*options: Wanted | type) -> Wanted:
-    """What one of the `options` is."""
+    """The requirement to be one of `options`."""
     found = [_as_wanted(option) for option in options]
     return Wanted(
         " or ".join(option.words for option in found),
@@ -112,7 +112,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_number(value: Any, accepts: Callable[[Any], bool]) -> str:
-    """What to write instead of a float or text that stands for a number that a function `accepts`."""
+    """The remedy for a float or text that stands for a number that a function `accepts`."""
     if isinstance(value, float):
         return f"write {int(value)}" if value.is_integer() and accepts(int(value)) else ""
     if not isinstance(value, str):
@@ -257,7 +257,7 @@ def _first(remedies: Iterable[str]) -> str:
 
 
 def _remedy_of(wanted: Sequence[str], value: Any) -> str:
-    """What to do about a value where one of the `wanted` classes is expected."""
+    """The remedy for a value of the wrong class; `wanted` are the expected classes."""
     came = type(value).__name__
     return _first(_REMEDIES.get((name, came), "") for name in wanted).format(value=value)
 
@@ -293,4 +293,5 @@ _REMEDIES = {
     ("Problem", "Workload"): "plan(workload, num_microbatches) plans it on any placement",
     ("Layer", "tuple"): "write Layer(forward, backward, weight, held_after_f, held_after_b), in ns and bytes",
 }
-"""What to do about a value of one class where another is wanted, by their names: classes of higher floors cannot be imported here."""
+"""Remedies for a value of one class where another is expected. Classes are given by name, because those of higher layers cannot be imported
+here."""

@@ -36,7 +36,7 @@ from zerobubble.rules import Value
 
 
 class Purpose(StrEnum):
-    """What a communicator carries: messages of a program, values that ranks share outside its order, or sums."""
+    """The use of a communicator: messages of a program, values that ranks share outside the program's order, or sums."""
 
     STAGES = "stages"
     SHARED = "shared"

@@ -41,8 +41,8 @@ class ZeroBubbleError(Exception):
 
     `fields` are the values that the message states, by name: `argument`, `got`, `expected` and `remedy` of a wrong argument, and `rank`,
     `stage`, `file`, `line` and others where they apply. It is empty if the message states no values. Programs and tests read the fields;
-    the wording may change. Fields are plain values: what is no number or text is described in words, so that an error keeps no object
-    alive.
+    the wording may change. Fields are plain values: anything other than a number or text is stored as a description, so that an error keeps
+    no object alive.
 
     If there are fields, `message` is a template of them, in which `{got!v}` stands for `shown(got)`. A `remedy` follows the sentence after
     a colon, unless the template places it or it is empty.
@@ -60,7 +60,7 @@ class ZeroBubbleError(Exception):
 class InputError(ZeroBubbleError, ValueError):
     """A value given by the user cannot be used.
 
-    A message that quotes what is longer than a reader's patience, such as a megabyte from a broken file, is shortened.
+    Long quotes in the message are shortened, such as a megabyte from a broken file.
     """
 
     def __init__(self, message: str = "", /, **fields: Any) -> None:

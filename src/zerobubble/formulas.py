@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A closed form as `text`, as a function of a `Setting`, and `when` it holds, in words and as a test."""
+    """A closed form as `text` and as a function of a `Setting`, and `when` it holds, as text and as a test."""
 
     text: str
     value: Callable[[Setting], float]

@@ -149,7 +149,7 @@ class CheckpointedForward:
 class Traits:
     """A row of the table: the properties of one kind of pass.
 
-    - `phrase`: what it computes, in words, such as `input gradient`.
+    - `phrase`: a description of what it computes, such as `input gradient`.
     - `uses`: the values that it needs to start, as (value kind, hop): a pass of stage `s` uses the value of stage `s + hop`.
     - `makes`: the value kinds that it makes for other passes; at most one of them may be sent between ranks.
     - `times`: the columns of `Costs` whose sum is its duration.

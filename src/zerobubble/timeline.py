@@ -16,7 +16,7 @@ from zerobubble.units import counted, show_bytes, show_ms, show_percent
 
 
 class Cause(StrEnum):
-    """What a span waited for last: nothing, the pass before it on its rank, a message, or a copy to or from the host."""
+    """The last thing that a span waited for: nothing, the pass before it on its rank, a message, or a copy to or from the host."""
 
     NOTHING = "nothing"
     ROW = "row"
@@ -133,7 +133,7 @@ _INSTEAD = {
     "bubble": ": `bubble_makespan` is the idle share of the makespan, `bubble_span` that of the longest span of a rank",
     "period": ": `zb.simulation.period(schedule, costs)` returns it",
 }
-"""What has the figures that a timeline lacks."""
+"""Where to find the figures that a timeline lacks."""
 
 
 @takes()

@@ -40,7 +40,7 @@ SYNONYMS = (
 _INSTEAD = {
     ("Pipeline", "stages_per_rank"): "pass make(name, num_ranks, num_microbatches, stages_per_rank={got}) as the schedule",
 }
-"""What to do instead of giving an unknown argument to a function."""
+"""Returns the remedy for an unknown argument of a function."""
 
 
 MOST_SHOWN = 8

@@ -52,7 +52,7 @@ MOST_THRESHOLDS = 8
 
 
 class Bound(NamedTuple):
-    """A lower bound: no schedule takes less than `time` ns. `reason` says why, in words with figures."""
+    """A lower bound: no schedule takes less than `time` ns. `reason` explains it with figures."""
 
     time: int
     reason: str

@@ -81,7 +81,7 @@ class RankLoad:
         return (0, *accumulate(self.saved))
 
     def stages_in_flight(self, visit: int) -> int:
-        """Returns how many stages of a microbatch wait for their B after this many visits."""
+        """Returns the number of stages of a microbatch that still need their B after this many visits."""
         return min(visit, 2 * self.num_stages - visit)
 
     def held_during(self, visit: int) -> int:
@@ -105,7 +105,7 @@ class RankLoad:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each visit, the most work (ns) that the rank can do before any microbatch makes it."""
+        """For each visit, the most work (ns) that the rank can do before the first microbatch begins that visit."""
         return tuple(map(self._before, range(2 * self.num_stages)))
 
     def _before(self, visit: int) -> int:

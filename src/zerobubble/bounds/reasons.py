@@ -1,4 +1,4 @@
-"""Reasons of bounds, in words with figures.
+"""Explains bounds, with figures.
 
 `here` has the passes of one rank; its visits are defined in `rank_load`.
 """

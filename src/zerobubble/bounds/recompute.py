@@ -37,7 +37,7 @@ tries. In larger problems it is skipped, because a try takes too long."""
 
 
 class Price(NamedTuple):
-    """What a level costs the rank of a stage per microbatch, at least: ns of R, and byte-ns of memory."""
+    """The least that a level costs the rank of a stage per microbatch: ns of R, and byte-ns of memory."""
 
     time: int
     memory: int
@@ -208,7 +208,7 @@ def _most_before(costs: Costs, stages: Sequence[int], limit: int | None, microba
 
 
 def _price(starts: dict[Op, int], costs: Costs, stage: int, level: Level) -> Price:
-    """What a level costs at least: a microbatch stays as long as if it were alone, and is held in full from the start of its R."""
+    """Returns the least cost of a level: a microbatch stays as long as if it were alone, and is held in full from the start of its R."""
     saved, forward, backward = costs.held_after_f[stage], costs.forward[stage], costs.backward[stage]
     pending = min(saved, costs.held_after_b[stage]) * costs.weight[stage]
     stay = starts[Op(Kind.B, stage, 0)] + backward - starts[Op(Kind.F, stage, 0)]

@@ -33,7 +33,7 @@ MOST_FORWARDS = 100
 Value = TypeVar("Value")
 
 Options = tuple[tuple[int, int], ...]
-"""What a forward takes of a limited resource and what it gains by that, for each of its levels."""
+"""For each level of a forward, the amount of a limited resource that it takes and its gain."""
 
 
 class MicrobatchGroup(NamedTuple):
@@ -129,7 +129,8 @@ def recompute_times(placement: Placement, groups: Sequence[MicrobatchGroup]) -> 
 
 
 class Savings(NamedTuple):
-    """What the R's of a rank can save: how many forwards have which options (ns and bytes), and the most bytes at once."""
+    """The most that the R's of a rank can save: the number of forwards with each set of options (ns and bytes), and the most bytes at
+    once."""
 
     forwards: tuple[tuple[int, Options], ...]
     most: int
@@ -217,7 +218,7 @@ def _with(column: tuple[Value, ...], stage: int, value: Value) -> tuple[Value, .
 def knapsack(limit: int, forwards: tuple[tuple[int, Options], ...]) -> int:
     """The most that forwards gain within a limit; exact for few forwards, otherwise an upper bound by LP duality.
 
-    `forwards` are, by stage, how many there are and their options (what one takes and gains), of which each has one or none.
+    For each stage, `forwards` has their number and their options: the amount taken and gained. Each forward uses at most one option.
     """
     if sum(count for count, _ in forwards) <= MOST_FORWARDS:
         sums = [(0, 0)]
@@ -236,5 +237,5 @@ def knapsack(limit: int, forwards: tuple[tuple[int, Options], ...]) -> int:
 
 
 def _profit(options: Options, price: Fraction) -> Fraction:
-    """What a forward at its best level gains beyond the price of what it takes."""
+    """The gain of a forward at its best level, minus the price of the amount it takes."""
     return max([Fraction(0), *(won - price * held for held, won in options)])

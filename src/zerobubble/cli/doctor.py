@@ -51,7 +51,7 @@ ENABLES = {
     "deepspeed": "DeepSpeed's pipeline engine",
     "megatron": "schedules in Megatron-Core",
 }
-"""What each extra of the package is for."""
+"""The purpose of each extra of the package."""
 
 _SAME_NAME = ("transformers", "trl", "lightning", "torchtitan", "deepspeed")
 FRAMEWORKS = {"exact": "ortools", "megatron": "megatron-core"} | {name: name for name in _SAME_NAME}

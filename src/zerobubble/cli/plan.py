@@ -420,7 +420,7 @@ def _axes_of_layers(layers: Sequence[Layer], ranks: int, options: PlanOptions, h
 
 
 def _microbatches_in_bytes(options: PlanOptions, limits: Limits | None) -> tuple[str, ...]:
-    """Converts --memory in microbatches to bytes if they are known, in case the user forgot the unit of bytes."""
+    """Converts --memory from microbatches to bytes if the bytes of a microbatch are known: the user may have forgotten the unit."""
     if options.rank_microbatches is None or limits is None:
         return ()
     size = show_range(limits.memory, show_bytes)

@@ -13,7 +13,7 @@ from zerobubble.kinds import Kind
 from zerobubble.units import counted, show_ms
 
 Passes = tuple[tuple[Kind, int], ...]
-"""What a step consists of, as (kind, stage): one pass, or two overlapped."""
+"""The passes of a step, as (kind, stage): one pass, or two overlapped."""
 
 
 PARTS = (
@@ -32,7 +32,7 @@ PARTS = (
     "copies",
     "replicas",
 )
-"""What an account adds up, as titles: the plan's work and its idle time by cause, then what the plan did not know."""
+"""The titles of the parts of an account: the plan's work and its idle time by cause, then the deviations from the plan."""
 
 
 class ExtraTime(NamedTuple):
@@ -76,7 +76,7 @@ class Account(Displayed):
 
     @property
     def extra(self) -> int:
-        """What the run took beyond the plan."""
+        """The time of the run in excess of the plan."""
         return self.passes.total + self.noise.total + self.comm + self.host + self.copies + self.reduction
 
     @property
@@ -135,7 +135,7 @@ class Difference(Displayed):
 
     @property
     def extra(self) -> int:
-        """What the run took beyond the plan, in ns."""
+        """The time of the run in excess of the plan, in ns."""
         return self.measured - self.planned
 
     def _summary(self) -> str:

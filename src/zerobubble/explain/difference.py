@@ -93,7 +93,7 @@ def _drifts(plan: TimedOrder, exact: TimedOrder, costs: Costs) -> tuple[tuple[Dr
 
 
 def _share(plan: TimedOrder, costs: Costs, number: int) -> float:
-    """Returns the share of the step's microbatch, 1 if all are equal; the mean of both for an overlapped step."""
+    """Returns the share of a pass's microbatch, or the mean of two shares if two passes overlap. It is 1 if all microbatches are equal."""
     if not costs.shares:
         return 1
     step = (number, number + 1) if number in plan.graph.pairs else (number,)

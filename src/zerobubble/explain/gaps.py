@@ -1,4 +1,4 @@
-"""What a rank waited for, moment by moment, in a run or in its plan: for pictures."""
+"""Finds what a rank waited for at every moment of a run or of its plan, for pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerobubble.timeline import Timeline
 
 
 class WaitsFor(StrEnum):
-    """What an idle rank waits for: a pass on another rank that is not done, a message on its way, the host."""
+    """The cause of an idle rank's wait: an unfinished pass on another rank, a message in transit, or the host."""
 
     PASS = "pass"
     MESSAGE = "message"

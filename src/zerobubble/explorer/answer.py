@@ -51,7 +51,7 @@ class Answer:
 
     @cached_property
     def below(self) -> Below:
-        """What is drawn below the schedule."""
+        """The curves drawn below the schedule."""
         return _below(self)
 
     @property
@@ -74,7 +74,7 @@ class Answer:
 
     @property
     def viewed(self) -> Viewed:
-        """What the viewer draws."""
+        """The data that the viewer draws."""
         kept = self.costs.kept_bytes(self.schedule.placement) if self.in_bytes else ()
         layers, unit = {KEPT_WORDS: kept} if kept else {}, () if self.in_bytes else self.microbatch_bytes
         return Viewed(self.timeline, self.costs, limits=self.limits, constant_bytes=layers, microbatch_bytes=unit)
@@ -354,7 +354,7 @@ def _amounts(made: Answer, in_bytes: bool) -> list[float]:
 
 
 def _memory_against(made: Answer, other: Answer) -> str:
-    """What a speed costs: the peak memory as a multiple of the other schedule's. Empty if they are equal."""
+    """Compares peak memory, as a multiple of the other schedule's. Empty if they are equal."""
     own, theirs = (max(_amounts(each, made.in_bytes)) for each in (made, other))
     ratio = f"{own / theirs:.3g}" if theirs else "1"
     return "" if ratio == "1" else f", at {ratio}× its memory"
@@ -379,7 +379,7 @@ def _peak(made: Answer) -> tuple[str, str]:
 
 
 def _misfits(made: Answer) -> Iterator[str]:
-    """What does not fit in memory."""
+    """Describes what does not fit in memory."""
     if made.estimate is not None and not made.limits:
         yield "Does not fit: parameters, gradients and optimizer state leave no memory. Use a larger tp, more ranks or more replicas."
     if over := _overfull(made):

@@ -1,4 +1,5 @@
-"""What the server answers: the page, and the package's functions as JSON. Requests are bounded; a refusal is a sentence with its field."""
+"""The endpoints of the server: the page, and the package's functions as JSON. Requests are bounded. A refusal has a sentence and the field
+at fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands before every request: the names of the server, pages of other origins, and clients that leave."""
+"""Checks every request: refuses unknown names of the server and pages of other origins, and detects clients that disconnect."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ Given = TypeVar("Given")
 MOST_KEPT = 100_000_000
 """The most bytes of all kept answers of one sort together."""
 PASS_BYTES = 500
-"""What a pass takes in an answer, rounded up from measurements."""
+"""Bytes of a pass in an answer, rounded up from measurements."""
 OVERHEAD_BYTES = 10_000
-"""What an answer takes without its passes."""
+"""Bytes of an answer without its passes."""
 
 
 class Kept(Generic[Asked, Given]):

@@ -50,7 +50,7 @@ def content_policy(html: str) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    """What the page needs to make its fields."""
+    """Returns the data from which the page makes its fields."""
     return {
         "defaults": _defaults(Question()),
         "ranges": {name: list(range_) for name, range_ in RANGES.items()},

@@ -36,7 +36,7 @@ def playground_html(schedules: Sequence[str] = (), shapes: Sequence[tuple[int, i
 
 
 def _answer(name: str, ranks: int, microbatches: int) -> dict[str, Any]:
-    """What the explorer answers, or the sentence why there is no such schedule."""
+    """The explorer's answer, or a sentence that says why there is no such schedule."""
     try:
         answered = answer_to_dict(answer(Question(schedule=name, ranks=ranks, microbatches=microbatches)))
     except FieldError as error:

@@ -1,4 +1,5 @@
-"""What the page asks: a schedule by name or in a file, its shape, times and memory; every value is bounded, and refused by its field."""
+"""Reads the requests of the page: a schedule by name or in a file, its shape, times and memory. Every value is bounded, and a refusal names
+its field."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ EXAMPLES = dict.fromkeys(TIMES, "give ms, such as 10, or a time with its unit, s
     "held": "give a share of what F saves, such as 0.5",
     "ranks": "for more ranks, use the command line, such as zerobubble show --ranks 512",
 }
-"""What to give in a field whose value cannot be used."""
+"""The remedy for a field whose value cannot be used."""
 
 Fields = TypeVar("Fields")
 

@@ -59,7 +59,7 @@ def _say(**news: Any) -> None:
 
 
 class _Asked(NamedTuple):
-    """What to plan: the work of ranks on any placement, or the costs of stages on theirs."""
+    """The problem to plan: the work of ranks on any placement, or the costs of stages on their placement."""
 
     work: Workload | Costs
     num_microbatches: int

@@ -82,7 +82,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _remedy_for(error: OSError) -> str:
-    """What to change if an address cannot be used: the host if it is unknown or of another machine, else the port."""
+    """Returns the option to change if an address cannot be used: the host if it is unknown or belongs to another machine, else the port."""
     if isinstance(error, socket.gaierror) or error.errno == EADDRNOTAVAIL:
         return "give another --host, such as 127.0.0.1"
     return "give another --port, or 0 for any that is free"

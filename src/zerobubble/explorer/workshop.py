@@ -124,7 +124,7 @@ def _steps(block: Block, question: BlockQuestion) -> Steps:
 
 
 def made_to_dict(made: Made) -> dict[str, Any]:
-    """What the page shows: the block with its lifespans, what is wrong with it, and the steps in the viewer with their figures."""
+    """Returns the contents of the page: the block with its lifespans and faults, and the steps in the viewer with their figures."""
     block, steps = made.block, made.steps
     later = {} if steps is None else {"repeated": steps.repeated, "squeezed": steps.squeezed, "reordered": steps.reordered}
     return {

@@ -71,7 +71,7 @@ def _found(given: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 
 def _faults(given: Mapping[str, Any]) -> Iterator[str]:
-    """What the arguments lack, or have that a pipeline or the cost model does not."""
+    """Lists missing arguments, and arguments that a pipeline or the cost model does not support."""
     if not isinstance(given.get(_found(given, MODELS)), str):
         yield f"it names no model: give {MODELS[0]}, a folder with a config.json or a name on the hub"
     counts = {"per_device_train_batch_size": given.get("per_device_train_batch_size", 8)}

@@ -77,7 +77,7 @@ def play_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads
 
 
 class OffloadPlayer:
-    """Plays one schedule with many choices of offloads, which must be legal. What does not depend on the choice is computed once."""
+    """Plays one schedule with many choices of offloads, which must be legal. Anything independent of the choice is computed once."""
 
     def __init__(
         self, graph: Graph, order: Sequence[int], schedule: Schedule, costs: Costs, link: HostLink, *, by_span: bool = False

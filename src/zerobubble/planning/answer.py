@@ -35,7 +35,7 @@ CUT_SHORT = "Ctrl-C ended the search early: this is the best plan found until th
 
 
 class Status(StrEnum):
-    """What is known of a plan: nothing can be shorter, it can run, or nothing can run."""
+    """The status of a plan: optimal, feasible, or infeasible."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -43,7 +43,7 @@ class Status(StrEnum):
 
 
 class Saving(Displayed):
-    """What one axis of a plan saved, such as recomputation or offload. `str` gives sentences."""
+    """The savings from one axis of a plan, such as recomputation or offload. `str` gives sentences."""
 
     axis: str
     """Name of the axis, the key of `to_dict` in the JSON form of a plan."""
@@ -180,7 +180,7 @@ class Plan(Displayed):
         return replace(winner, choices=self.choices, savings=savings, seconds=self.seconds, compiling=self.compiling, interrupted=cut_short)
 
     def saving(self, kind: type[Kind]) -> Kind | None:
-        """What the axis of `kind` saved, None if it was not planned."""
+        """The savings from the axis of `kind`; None if it was not planned."""
         return next((saving for saving in self.savings if isinstance(saving, kind)), None)
 
     def _summary(self) -> str:

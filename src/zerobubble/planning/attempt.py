@@ -146,7 +146,7 @@ SECONDS_COUNTED = 5.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is known of one placement: its best plan so far, and the seeds of a search."""
+    """The state of the search on one placement: its best plan so far, and the seeds."""
 
     name: str
     plan: Plan

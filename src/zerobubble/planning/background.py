@@ -113,7 +113,7 @@ def _end(process: subprocess.Popen[bytes], files: ExitStack) -> None:
 
 
 def _ended(code: int) -> str:
-    """Describes an exit code in words."""
+    """Describes an exit code."""
     if code >= 0:
         return f"ended with code {code}"
     names = {each.value: each.name for each in signal.Signals}

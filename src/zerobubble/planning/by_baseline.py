@@ -28,10 +28,10 @@ def plan_by_baseline(
 ) -> tuple[list[Attempt], tuple[RecomputeSavings, ...]]:
     """The plans of a published planner on the placements it supports, and the savings of recomputation if levels are `offered`.
 
-    It treats microbatches as equal; unequal ones then take the best places of its order. It cannot order R's: it runs once
-    for each choice of levels, with R as a part of B, and unneeded R's are removed.
+    The planner treats microbatches as equal. Unequal microbatches are then assigned to the best positions in its order. It cannot order
+    R's, so it runs once for each choice of levels, with R as a part of B. Unneeded R's are then removed.
 
-    Raises `InputError` with its reason if it has no answer for any placement.
+    Raises `InputError` with the planner's reason if it finds no schedule for any placement.
     """
     attempts: list[Attempt] = []
     all_answers: list[Plan] = []

@@ -60,7 +60,7 @@ MICROBATCHES = NUMBER._replace(words="a number of microbatches")
 MEMORY = either(
     MICROBATCHES, Wanted("bytes such as '40GB' or '37.5GiB'", lambda given: isinstance(given, str) and BYTES.accepts(given)), Limits
 )
-"""What a rank may hold: microbatches of all its stages, bytes as text, or the bytes of each rank."""
+"""The memory limit of a rank: microbatches of all its stages, bytes as text, or the bytes of each rank."""
 Memory = float | str | Limits
 
 

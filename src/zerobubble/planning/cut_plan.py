@@ -41,7 +41,7 @@ Price = tuple[int, int]
 
 @dataclass(frozen=True)
 class OtherAxes:
-    """What is planned along with the layers: shares, sharded weights, recompute levels, a head, offload."""
+    """The axes planned along with the layers: shares, sharded weights, recompute levels, a head, offload."""
 
     shares: tuple[float, ...] = ()
     sharded: Sharded | None = None
@@ -228,7 +228,7 @@ def _on_cut(layer_problem: LayerProblem, plan: Plan, cuts: Cuts, others: OtherAx
 
 
 def _with_bounds(replayed: Plan, plan: Plan) -> Plan:
-    """What `_on_cut` replayed of `plan`, with its bounds."""
+    """The result of `plan` replayed by `_on_cut`, with its bounds."""
     found = with_bound(replayed, replayed.problem.bound())
     gathers = plan.saving(FewGathers)
     return found if gathers is None else replace(found, savings=(gathers.for_order(PlanWithGathers.from_plan(found)),))

@@ -211,7 +211,7 @@ def plan_head(
 def _recompute_savings(
     best: HeadOption, found: Sequence[Plan], alone: Mapping[Placement, Problem], head_parts: HeadParts
 ) -> tuple[RecomputeSavings, ...]:
-    """What recomputation saved with the head where it is, against the plan of the same search without R."""
+    """The savings from recomputation, compared with the plan of the same search without R, with the head in the same place."""
     if not best.algorithm:
         return tuple(saving for saving in found[0].savings if isinstance(saving, RecomputeSavings))
     known = [saving for plan in found[1:] if (saving := plan.saving(RecomputeSavings)) is not None]

@@ -97,7 +97,7 @@ def pareto(
     progress: ProgressCallback | None = None,
     on_point: Callable[[Front], object] | None = None,
 ) -> Front:
-    """Finds the best plan for each of `memories`, in microbatches of all stages of a rank; the budget is for each of them.
+    """Finds the best plan for each of `memories`, in microbatches of all stages of a rank. Each search gets the full budget.
 
     A schedule that fits in less memory fits in more, so each plan starts from those before it. `on_point` is called after each point, with
     the front so far. Ctrl-C returns the points made so far. Other arguments are as in `plan`. Raises `InputError` for an argument that

@@ -10,7 +10,7 @@ from zerobubble.errors import InputError, near
 from zerobubble.ir import Placement
 
 FAMILIES = ("linear", "vee", "looped-2", "looped-3", "looped-4", "wave-3", "wave-4")
-"""What `any` stands for: one to four stages on each rank."""
+"""The placements that `any` includes: one to four stages on each rank."""
 
 ANY = "any"
 

@@ -57,7 +57,8 @@ def _note_against_winner(best: Plan, plan: Plan, searched: bool) -> str:
 
 
 def _after_a_tie(best: Plan, plan: Plan) -> str:
-    """What ranks `plan` after the winner if it is as short: the first difference in their keys. Empty if it is longer, or equal in all."""
+    """The reason why `plan` ranks after an equally short winner: the first difference in their keys. Empty if it is longer, or if all keys
+    are equal."""
     won, lost = (rank_key(Attempt("", each)) for each in (best, plan))
     if best.time is None or won[0] != lost[0] or won >= lost:
         return ""

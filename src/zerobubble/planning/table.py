@@ -18,7 +18,7 @@ STEPS = {
     "period": "no global operation separates steps (with one, --objective makespan)",
     "makespan": "a global operation separates steps (without one, --objective period)",
 }
-"""What the time per step means, by objective."""
+"""The meaning of the time per step, by objective."""
 
 NOT_SEARCHED = "not searched, a first schedule that fits:"
 NONE_SEARCHED = " Nothing was searched: each line is the best published schedule that fits, or runs microbatches one by one if none fits."

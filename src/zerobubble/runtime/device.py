@@ -30,7 +30,7 @@ Event = Any
 
 
 class Feature(StrEnum):
-    """What some kinds of devices lack."""
+    """Features that some kinds of devices lack."""
 
     STREAMS = "streams"
     TIMES = "events with times"
@@ -39,7 +39,7 @@ class Feature(StrEnum):
 
 
 class DeviceInterface:
-    """What code asks of a device. A method for a feature that the device lacks raises an `InputError`."""
+    """The interface of a device. A method for a feature that the device lacks raises an `InputError`."""
 
     has_graphs = False
     """Whether graphs can be captured."""

@@ -43,9 +43,9 @@ from zerobubble.schedules import find
 TIMEOUT = 120.0
 """The default timeout for a message, in seconds."""
 Plays = str | Schedule | Plan | MakeSchedule | Auto
-"""What a pipeline can play."""
+"""The kinds of schedules that a pipeline accepts."""
 LOSS, GRADIENTS, NONE = "loss", "gradients", "none"
-"""What is scaled for the mean over microbatches; "none" leaves their sum."""
+"""The values that are scaled to give the mean over microbatches; "none" leaves the sum."""
 ALIKE = frozenset({"dp", "dp_replicate"})
 """Dimensions of a mesh along which ranks hold the same stages."""
 SHORTEST_S, LONGEST_S = 0.1, 1e6
@@ -140,7 +140,7 @@ WANTED: dict[str, Wanted | type] = {
         Wanted("dimensions by name such as {'position_ids': 1, 'mask': None}, None for what all microbatches share", _are_dims)
     ),
 }
-"""What each argument must be. Whether names exist and values match each other is checked where they are used."""
+"""The requirements of each argument. Whether names exist and values match each other is checked where they are used."""
 
 
 def layout_for(options: PipelineOptions) -> Layout:

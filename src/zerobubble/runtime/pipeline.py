@@ -290,7 +290,8 @@ class Pipeline:
 
     @property
     def played(self) -> Schedule | None:
-        """What the last `step` played, the same on every rank, with the order and passes from `order_by`; None before the first step."""
+        """The schedule that the last `step` ran, with the order and passes from `order_by`. It is the same on every rank, and None before
+        the first step."""
         return self._steps.played
 
     @property

@@ -109,7 +109,7 @@ class Recipe(Displayed):
 
     @property
     def rule(self) -> str:
-        """The order on each rank, in words: the text between the first line and the bullets."""
+        """A description of the order on each rank: the text between the first line and the bullets."""
         return " ".join(_one_line(text) for text in takewhile(lambda text: not text.startswith("- "), self._paragraphs[1:]))
 
     @property
@@ -120,7 +120,7 @@ class Recipe(Displayed):
 
     @property
     def condition(self) -> str:
-        """The supported shapes, in words: the first line of the docstring of `needs`; "" if every shape is supported."""
+        """A description of the supported shapes: the first line of the docstring of `needs`; "" if every shape is supported."""
         return "" if self.needs is no_needs else inspect.cleandoc(self.needs.__doc__ or "").partition("\n")[0]
 
     @property

@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What ran on a stream of a GPU, and when the host launched it; None if the trace does not say."""
+    """A kernel or copy on a stream of a GPU, and the time when the host launched it; None if the trace lacks it."""
 
     name: str
     start: int

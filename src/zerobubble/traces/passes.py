@@ -41,7 +41,7 @@ class Moved(NamedTuple):
 
 @dataclass
 class RankStep:
-    """What a rank ran in one training step. `label` is the number of the profiler's step, None where the trace has none."""
+    """The passes of a rank in one training step. `label` is the profiler's step number, or None if the trace has none."""
 
     label: int | None
     ran: list[Ran] = field(default_factory=list)
@@ -64,7 +64,7 @@ class RankRun(NamedTuple):
 
 
 def run_of(trace: RankTrace) -> RankRun:
-    """What the rank of `trace` ran. Raises `InputError` where its ranges name no pass."""
+    """Returns the passes of the rank of `trace`. Raises `InputError` if its ranges name no pass."""
     actions, notes = _actions(trace)
     if not any(action.step for action in actions):
         raise InputError("{file} has ranges of messages and weights but of no pass, such as PP:2F0: record whole steps", file=trace.file)
@@ -153,7 +153,7 @@ def _add_passes(step: RankStep, action: Action, passes: Step, times: Times, arri
 
 
 def _messages_of(op: Op) -> list[End]:
-    """What a pass may have to wait for from another rank."""
+    """The passes of other ranks whose messages a pass may have to wait for."""
     return [
         End(False, value_kind, op.stage, op.microbatch) for value_kind, _ in traits_of(op.kind).uses if value_kind in SENT_BETWEEN_STAGES
     ]

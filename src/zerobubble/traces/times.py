@@ -49,7 +49,7 @@ class Times(Protocol):
         """When gradients were summed over replicas; None where none were."""
 
     def notes(self) -> list[str]:
-        """What a reader of these times should know."""
+        """Notes for readers of these times."""
 
 
 def times_of(trace: RankTrace, actions: Sequence[Action]) -> Times:

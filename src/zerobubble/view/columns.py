@@ -19,7 +19,7 @@ from zerobubble.kinds import KINDS
 from zerobubble.timeline import Copy, Copying, Doing, Span, Timeline
 
 WAITS = tuple(WaitsFor)
-"""What idle time is spent waiting for; a page stores the index in this tuple."""
+"""The causes of idle time; a page stores the index in this tuple."""
 
 
 COPYING = tuple(Copying)

@@ -74,7 +74,7 @@ class Kept(Generic[Value]):
 
 
 def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
-    """What the chart reads: for each limit its bound and its answers, the best one first, each with the place of what it opens."""
+    """The data of the chart: for each limit its bound and its answers, best first, each with the index of the page that it opens."""
     colors = placement_colors(points)
     return {
         "objective": points[0].plan.problem.objective,

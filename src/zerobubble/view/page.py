@@ -27,14 +27,14 @@ WAITING = {
     WaitsFor.MESSAGE: "waiting for a message",
     WaitsFor.HOST: "waiting for the host",
 }
-"""What idle time is spent waiting for, in words."""
+"""Descriptions of what idle ranks wait for."""
 
 DOING = {
     Doing.SEND: ("#3d8fa8", "sends a message"),
     Doing.WAIT: (WAIT_COLORS[WaitsFor.MESSAGE], "waits for a message"),
     Doing.OPTIMIZER: ("#7d6a4f", "steps the optimizer"),
 }
-"""What a measured rank does outside its passes: its color in the lane of messages, and its text."""
+"""The activities of a measured rank outside its passes: the color in the lane of messages, and the text."""
 
 MESSAGE_OR_HOST = {"color": "#b48ac4", "text": "waiting for a message or the host"}
 """The legend of idle time in a measured timeline without times of messages."""

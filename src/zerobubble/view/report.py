@@ -1,4 +1,4 @@
-"""What a training report holds, and the figures drawn from it. The page itself is made in `html`."""
+"""The data of a training report and the figures drawn from it. `html` makes the page."""
 
 from __future__ import annotations
 

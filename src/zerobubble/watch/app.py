@@ -1,4 +1,4 @@
-"""What the server of `zerobubble watch` answers: the page, and the state of the runs as JSON. Run folders are only read."""
+"""The endpoints of `zerobubble watch`: the page, and the state of the runs as JSON. Run folders are only read."""
 
 from __future__ import annotations
 

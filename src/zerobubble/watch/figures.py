@@ -1,4 +1,4 @@
-"""What is shown of a run, as plain values: its status, current figures, stages against the plan, waits, memory, and series of steps."""
+"""The figures of a run, as plain values: its status, current figures, stages compared with the plan, waits, memory, and series of steps."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SILENT_STEPS = 20
 
 
 class State(StrEnum):
-    """What a run does: it begins (no step yet), runs, has not been heard of for long, was closed, failed, or its processes are gone."""
+    """The state of a run: it begins (no step yet), runs, has been silent for long, was closed, failed, or its processes are gone."""
 
     BEGINS = "begins"
     RUNS = "running"

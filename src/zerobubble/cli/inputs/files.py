@@ -36,7 +36,7 @@ def is_file(name: str) -> bool:
 
 
 class Wanted(NamedTuple):
-    """What a command expects in a file, in words, and how to write one."""
+    """A description of the file that a command expects, and how to write one."""
 
     words: str
     remedy: str

@@ -320,7 +320,7 @@ class CostOptions(UnequalMicrobatches, EqualCosts):
 
     @cached_property
     def document(self) -> Document | None:
-        """What the costs file holds, read once; None without one."""
+        """The contents of the costs file, read once; None if there is no such file."""
         return None if self.costs_file is None else read_document(self.costs_file, COSTS)
 
 

@@ -43,7 +43,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Costed:
-    """A schedule with its costs, and the `source` of the costs in words.
+    """A schedule with its costs, and a description of their `source`.
 
     Measured costs have real bytes. Costs made from times count the memory of a stage and microbatch as `UNIT_BYTES`, and memory is then
     shown in microbatches. `limits` are the bytes that each rank may hold, empty if the schedule is not from a plan. `offloads` are the

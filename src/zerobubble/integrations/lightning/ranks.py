@@ -1,4 +1,4 @@
-"""What the strategies of Trainer and Fabric share: the ranks of a pipeline and its replicas, and the collectives of Lightning."""
+"""Shared code of the strategies for Trainer and Fabric: the ranks of a pipeline and its replicas, and the collectives of Lightning."""
 
 from __future__ import annotations
 

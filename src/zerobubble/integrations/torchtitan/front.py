@@ -33,7 +33,8 @@ EVALUATIONS = 500
 OWN = frozenset({"build_or_modules", "schedule", "num_microbatches", "loss_fn", "loss_weight", "scale", "on_loss", "group", "mesh"})
 """The options of a pipeline that are set here."""
 Pipelined = tuple[TitanSchedule, list[nn.Module], bool, bool]
-"""What torchtitan expects of a `pipelining_fn`: the schedule, the model parts, and whether this rank has the first and the last stage."""
+"""The result that torchtitan expects of a `pipelining_fn`: the schedule, the model parts, and whether this rank has the first and the last
+stage."""
 ENDS_ON_FIRST_RANK = "ZBVZeroBubble"
 """The torchtitan name for schedules that end on the first rank: with it, torchtitan logs the loss there."""
 ENDS_ON_LAST_RANK = "Interleaved1F1B"

@@ -87,7 +87,7 @@ class _Run:
                 self.needed = None
 
     def is_complete_with(self, keep: Collection[str]) -> bool:
-        """Returns whether the model has values for its buffers and these parameters; if not, `needed` was extended."""
+        """Returns whether the model has values for its buffers and these parameters. If not, adds the missing values to `needed`."""
         if self._model is None:
             return False
         lacking = self._making.origins_in((*_kept(self._model, keep), *_other_attributes(self._model)))

@@ -29,9 +29,9 @@ class SampledTimes(NamedTuple):
     """Noisy times in ns, a column per sample; column 0 has the times as measured."""
 
     duration: Floats
-    """What a pass takes: code c for microbatch j at `c * microbatches + j`."""
+    """The time of each pass: code c for microbatch j at `c * microbatches + j`."""
     work: Floats
-    """What all passes of a rank take."""
+    """The total time of all passes of a rank."""
 
 
 class Clocks(NamedTuple):
@@ -206,7 +206,7 @@ def outcome(end: Times, longest: Any, total: Any, share: float) -> Any:
 
 @inlined
 def aim(end: Times, longest: Any, cost: float) -> Any:
-    """What the search makes small: the time of the longest rank as measured, or the cost where there are samples."""
+    """The value that the search minimizes: the measured time of the longest rank, or the cost if there are samples."""
     if end.ndim == 1:
         return longest
     return cost
@@ -214,7 +214,7 @@ def aim(end: Times, longest: Any, cost: float) -> Any:
 
 @inlined
 def duration_of(time: Ints, end: Times, sampled: Any, one: int, sample: int) -> Any:
-    """What the pass that has place `one` among those of all codes and microbatches takes in a sample; `time` are the measured ns."""
+    """Returns the time in a sample of the pass at index `one` among all codes and microbatches; `time` has the measured ns."""
     if end.ndim == 1:
         return time[one]
     return sampled.duration[one, sample]

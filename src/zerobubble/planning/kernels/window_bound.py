@@ -189,11 +189,12 @@ def windows_of(passes: Passes) -> Callable[[int], Windows]:
 
 
 MOST_DEPTH, MOST_BYTES = 400, 4_000_000
-"""Orders that are taken one upon the other at most, and the bytes in which windows are kept meanwhile."""
+"""The maximum depth of a stack of assumed orders, and the most bytes for their windows."""
 
 
 class Stack(NamedTuple):
-    """For each order that is taken upon others, the windows before, the two passes, the rank's first and end, and the cases tried."""
+    """A stack of assumed orders. For each, it holds the windows before it, its two passes, the rank's first and end, and the cases
+    tried."""
 
     earliest: Ints
     latest: Ints
@@ -211,7 +212,7 @@ def stack_for(passes: Passes) -> Stack:
 
 @compiled
 def refute_by_orders(passes: Passes, windows: Windows, stack: Stack, span: int, rounds: int, nodes: int) -> int:
-    """How many of the `nodes` are left where no schedule lies inside the narrow `windows`; -1 where that is not shown. Windows change."""
+    """Returns the `nodes` left if it refutes every schedule within the narrow `windows`, otherwise -1. Changes the windows."""
     depth = 0
     if not _take_two(passes, windows, stack, depth):
         return -1

@@ -42,7 +42,7 @@ class Passes(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """What narrowing changes: the windows of the passes, the orders that are known, how many of these were added, and scratch space."""
+    """The state that narrowing changes: the windows of the passes, the known orders, the number of added ones, and scratch space."""
 
     earliest: Ints
     latest: Ints
@@ -148,7 +148,7 @@ def _sort(keys: Ints, places: Ints, count: int) -> None:
 
 @compiled
 def _narrow_by_orders(time: Ints, windows: Windows, start: int, stop: int) -> None:
-    """What is before a pass runs one after the other before it can start, and what is after it when it has ended."""
+    """Narrows windows by the passes that a rank must run before each pass or after it, one after the other."""
     earliest, latest, before, scratch = windows.earliest, windows.latest, windows.before, windows.scratch
     count, places, keys = stop - start, scratch[0], scratch[1]
     for i in range(count):

@@ -212,7 +212,7 @@ def _entries(costs: Costs) -> Iterator[Entry]:
 
 
 def _passes(costs: Costs) -> dict[str, str]:
-    """Returns the columns of pass times, each with its label: the kind if no other column times it, else the column's name in words."""
+    """Returns the columns of pass times, each with its label: the kind if no other column times it, else the column's name as text."""
 
     def kind_of(name: str) -> str:
         return next((kind for kind, row in KINDS.items() if name == row.fused_time or row.times == (name,)), name.replace("_", " "))

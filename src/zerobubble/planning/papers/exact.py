@@ -179,7 +179,8 @@ class _Program:
         self.model.add_no_overlap(intervals)
 
     def _limit_memory(self, rank: int) -> None:
-        """What F saved is held until B ends, what B leaves until W ends. The common part is one interval, which proves more."""
+        """Activations of F are held until B ends, and those that B leaves until W ends. The common part is a single interval, which proves
+        more."""
         held = [stretch for _, stage in self.problem.placement.stages(rank) for stretch in self._stretches(stage)]
         if held:
             scale = gcd(*(bytes_ for bytes_, _ in held))

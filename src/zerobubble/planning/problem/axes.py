@@ -10,7 +10,7 @@ from zerobubble.errors import InputError
 _EVEN = "a divided head has equal parts on all ranks; give a head as the last layer to plan it with speeds"
 
 AXES = ("layers", "speeds", "links", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise", "what_if")
-"""What a plan may include in addition to costs, placements and memory; `period` is that objective, asked for by name."""
+"""Axes that a plan may include in addition to costs, placements and memory. `period` is the objective of that name, if requested."""
 
 NOT_TOGETHER = {("speeds", "head"): _EVEN}
 """Pairs of axes that cannot be planned together, each with the reason and how to avoid it."""

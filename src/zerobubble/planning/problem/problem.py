@@ -58,7 +58,7 @@ class Objective(StrEnum):
     MAKESPAN = "makespan"
 
     def measure(self, played: Timeline | Metrics) -> int:
-        """What a search minimizes in a played schedule, in ns: for the period its upper bound, the longest span."""
+        """The value that a search minimizes in a simulated schedule, in ns. For the period it is the longest span, an upper bound."""
         return played.span if self is Objective.PERIOD else played.makespan
 
     def time_of(self, schedule: Schedule, costs: Costs, played: Timeline | Metrics) -> int:
@@ -226,7 +226,7 @@ class Problem(Displayed):
 
     @property
     def remark_on_savings(self) -> str:
-        """What a bound from `without_savings` leaves out, to append to its reason; empty if nothing."""
+        """The costs that a bound from `without_savings` ignores, to append to its reason; empty if it ignores nothing."""
         return remark_on_savings(self.costs)
 
     def recomputes(self, stage: int) -> bool:

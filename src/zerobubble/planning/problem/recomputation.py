@@ -14,7 +14,7 @@ from zerobubble.errors import InputError, line, near
 from zerobubble.ir import Placement
 
 MODES = ("none", "full", "auto")
-"""What a plan may recompute: nothing, every forward in full, or the forwards for which it saves time."""
+"""The modes of recomputation in a plan: no forward, every forward in full, or the forwards for which it saves time."""
 
 LEVELS = (SELECTIVE, FULL)
 """The default levels to choose from."""

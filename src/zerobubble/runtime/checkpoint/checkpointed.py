@@ -1,4 +1,4 @@
-"""What is saved or loaded: the stages of a pipeline, by all of its ranks, or a whole model, by this process alone."""
+"""Objects that can be saved or loaded: the stages of a pipeline, by all of its ranks, or a whole model, by this process alone."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class CheckpointedModel:
 
 
 Checkpointed = CheckpointedPipeline | CheckpointedModel
-"""What `save` and `load` work on: modules by stage, with their optimizers and hooks, on the ranks that share the checkpoint."""
+"""An object that `save` and `load` accept: modules by stage, with their optimizers and hooks, on the ranks that share the checkpoint."""
 _SAVES_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, BackgroundSaves] = weakref.WeakKeyDictionary()
 """The background writers of models outside of pipelines."""
 

@@ -182,7 +182,7 @@ class Executor:
 
     @property
     def records(self) -> Records:
-        """What the last step recorded, in host time."""
+        """The records of the last step, in host time."""
         return self.later_records()()
 
     def later_records(self) -> Callable[[], Records]:
@@ -212,7 +212,7 @@ class Executor:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The position of the executor in its row, in words, and the current action."""
+        """A description of the executor's position in its row, and the current action."""
         if not 0 <= self.at < len(self.row):
             return "before its first pass" if self.at < 0 else "after its last pass", ""
         action = self.row[self.at]

@@ -30,10 +30,10 @@ from zerobubble.runtime.transport.peers import Peers
 from zerobubble.schedules import make
 
 MOST_KEPT = 16
-"""Numbers of microbatches whose programs are kept. The least recently used program is dropped, and compiled again if it returns."""
+"""The number of cached programs, one for each number of microbatches. The least recently used program is dropped."""
 
 MOST_PLANNED = 8
-"""Schedules planned for the microbatches of one step that are kept, in case such a step returns."""
+"""The number of cached schedules that were planned for the microbatches of a single step."""
 
 MakeSchedule = Callable[[int, int], Schedule]
 """A function `(num_ranks, num_microbatches) -> Schedule`."""

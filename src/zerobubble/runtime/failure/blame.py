@@ -53,7 +53,7 @@ def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> Failure
 
 
 def lost_contact(rank: int, status: RankStatus) -> str:
-    """Returns how `rank` lost contact, in words."""
+    """Describes how `rank` lost contact."""
     return f"rank {rank} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
 
 

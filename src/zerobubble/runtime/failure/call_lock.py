@@ -15,7 +15,7 @@ class PlaysActions(Protocol):
 
     @property
     def place(self) -> tuple[str, str]:
-        """Its place in its row, in words, and the current action."""
+        """A description of its place in its row, and the current action."""
 
 
 Activity = str | PlaysActions
@@ -23,7 +23,7 @@ Activity = str | PlaysActions
 
 
 def words_of(activity: Activity) -> tuple[str, str]:
-    """Returns an activity in words, and the current action, empty if there is none."""
+    """Returns the description of an activity, and the current action (empty if there is none)."""
     return (activity, "") if isinstance(activity, str) else activity.place
 
 

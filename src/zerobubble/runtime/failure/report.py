@@ -1,4 +1,4 @@
-"""One failure in words: the report that reaches every rank, and the exception that each of them raises."""
+"""Describes a failure: the report that reaches every rank, and the exception that each rank raises."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def error_of(report: FailureReport) -> PipelineError:
 
 
 def describe_error(error: BaseException, stages: Mapping[int, HoldsMicrobatches]) -> str:
-    """Returns an error in words, with its notes; if memory ran out, with what the stages hold and the remedies."""
+    """Describes an error with its notes. If memory ran out, adds the memory that stages hold and the remedies."""
     text = describe(error)
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
         return text
@@ -70,7 +70,7 @@ def describe_error(error: BaseException, stages: Mapping[int, HoldsMicrobatches]
 
 
 def _held(stages: Mapping[int, HoldsMicrobatches]) -> list[str]:
-    """Returns what the stages hold, in words; nothing if counting fails too, as it may without memory."""
+    """Describes the memory that stages hold. Empty if counting fails too, as it may without memory."""
     try:
         in_flight = {index: stage.in_flight() for index, stage in stages.items()}
     except Exception:  # noqa: BLE001 - the error that is described matters more

@@ -108,7 +108,7 @@ class AutoPlanner(StepHook):
 
     @property
     def limits_in_words(self) -> str:
-        """The memory limit of its plans, in words; all ranks must have the same."""
+        """A description of the memory limit of its plans; all ranks must have the same limit."""
         return "no memory limit" if self._limits is None else f"a memory limit of {', '.join(map(str, self._limits.memory))} bytes"
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:

@@ -112,7 +112,7 @@ def not_finite_in(modules: Mapping[int, nn.Module], norms: Norms) -> dict[int, l
 
 
 class ClipArguments(NamedTuple):
-    """The arguments of a rank's call in words, which must be the same on every rank. `fault` says what is wrong with them, if anything."""
+    """A description of the arguments of a rank's call, which must be the same on every rank. `fault` names the fault in them, if any."""
 
     max_norm: str
     norm_type: str

@@ -211,8 +211,8 @@ def collective_times(timeline: Timeline) -> Iterator[int]:
     """Returns, for each microbatch of a step by algorithm 2, the time in ns of a message from one rank to another.
 
     A rank begins S once it has the output of the last stage, and the backward of the last stage begins once the slowest rank has sent its
-    part of the gradient. The clock of that rank is in both times with opposite signs, so their mean is the time of one way, whatever the
-    clocks show. Microbatches in which the rank of the last stage was itself the slowest are left out.
+    part of the gradient. The offset of that rank's clock is in both times with opposite signs, so their mean is the time of one message,
+    independent of the clocks. Microbatches in which the rank of the last stage was the slowest are left out.
     """
     last = 1 + max(span.op.stage for _, span in timeline.spans())
     parts: dict[int, dict[int, Span]] = {}

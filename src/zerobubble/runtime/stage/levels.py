@@ -16,7 +16,7 @@ from zerobubble.runtime.split.weight_flops import is_wrapped
 Chosen: TypeAlias = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 """Selects submodules to recompute: patterns of their names, their classes, or a function of name and module."""
 GivenLevels: TypeAlias = Mapping[str, Chosen | Mapping[int, Chosen]]
-"""What each level recomputes, for all stages or by stage; a stage that is left out is recomputed completely."""
+"""The parts that each level recomputes, for all stages or by stage. A stage that is left out is recomputed completely."""
 
 _MAX_LISTED = 6
 """Maximum number of module names in the report of a stage."""
@@ -49,7 +49,7 @@ LEVELS = Wanted(
 
 
 class RecomputedParts(NamedTuple):
-    """What R recomputes of a stage at its `level`: the calls of `parts`, submodules by name, or the whole stage if None."""
+    """The parts of a stage that R recomputes at `level`: calls of `parts`, submodules by name, or the whole stage if None."""
 
     level: str
     parts: dict[str, nn.Module] | None

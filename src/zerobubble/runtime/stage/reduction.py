@@ -149,7 +149,7 @@ Send = Callable[..., Any]
 
 
 class _Sending:
-    """What FSDP2 calls instead of its reduce-scatter `send`: `call` gets it with its arguments."""
+    """Replaces FSDP2's reduce-scatter `send`. `call` receives `send` and its arguments."""
 
     def __init__(self, send: Any, call: Callable[[Send], None]) -> None:
         self.allocate = send.allocate

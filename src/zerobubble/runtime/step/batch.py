@@ -26,7 +26,7 @@ BatchDims = Mapping[str, int | None]
 
 
 class StepInputs(NamedTuple):
-    """What the user gave for one step; see `Pipeline.step`."""
+    """The user's arguments for one step; see `Pipeline.step`."""
 
     inputs: Any
     targets: Any

@@ -20,7 +20,7 @@ from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors
 
 
 class _Given(NamedTuple):
-    """What the loss of a microbatch needs later: its shape, which of its tokens count, and the `weight` of `GivenToHead`."""
+    """Values that the loss of a microbatch needs later: its shape, which of its tokens count, and the `weight` of `GivenToHead`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -115,7 +115,7 @@ class AttachedPipeline(Protocol):
 
     @property
     def failure(self) -> PipelineError | None:
-        """What ended the pipeline; None while it is open, and if `Pipeline.close` closed it."""
+        """The error that ended the pipeline; None while it is open, or if `Pipeline.close` closed it."""
 
     @property
     def hooks(self) -> Sequence[StepHook]:

@@ -248,7 +248,7 @@ class StepTimes:
         (self._before if self._since is None else self._since).append(seconds)
 
     def slowdown(self) -> str | None:
-        """Returns how much longer steps take, in words, after the one step that completes the measurement; else None."""
+        """Describes how much longer steps take, after the one step that completes the measurement; otherwise returns None."""
         # The first step without the rank does not count: it includes making the programs.
         if self._since is None or len(self._since) != STEPS_COMPARED + 1 or not self._before:
             return None

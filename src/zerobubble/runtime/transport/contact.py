@@ -29,7 +29,7 @@ TIMED_OUT = "no answer within `timeout`"
 """The reason of a rank whose wait has timed out."""
 
 STARTING = "exchanging a message"
-"""What a rank does that finds a connection closed at its first use in a call."""
+"""The activity of a rank that finds a connection closed at its first use in a call."""
 
 
 NO_ANSWER = "frozen or has ended, or the network is cut"

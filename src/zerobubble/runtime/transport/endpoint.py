@@ -79,7 +79,7 @@ class Group(NamedTuple):
 
 @takes()
 class Capabilities(NamedTuple):
-    """What an endpoint can do beyond its lines."""
+    """Features of an endpoint beyond its lines."""
 
     device_types: frozenset[str] = frozenset({"cpu"})
     """The types of devices whose tensors it carries."""

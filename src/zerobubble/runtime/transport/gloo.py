@@ -37,7 +37,7 @@ _VALUE_KINDS = (
     ValueKind.SOFTMAX_SUMS,
     ValueKind.GRADIENT_PART,
 )
-"""What stages exchange, in the order of the tags."""
+"""The messages that stages exchange, in the order of their tags."""
 _TOPIC_TAG = 16
 _NUMBER_TAGS = 5040
 """The distance in tags between lines of different numbers. Gloo assigns tags to network interfaces by remainder. Each count of interfaces

@@ -41,7 +41,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class RendezvousRecord(NamedTuple):
-    """What a rank writes at the rendezvous: the fault in its arguments, the terms that all ranks must share, and its process."""
+    """A rank's record at the rendezvous: the fault in its arguments, the terms that all ranks must share, and its process."""
 
     fault: str
     terms: Terms

@@ -31,7 +31,7 @@ _HELLO = struct.Struct(f"<{_SECRET_BYTES}sq")
 _STRANGERS = 16
 """Connections of other processes that may be pending in addition to those of ranks."""
 _CREDENTIALS = struct.Struct("3i")
-"""What the kernel reports for the process at the other end: its id, user and group."""
+"""The kernel's record of the process at the other end: its id, user and group."""
 
 
 class _Address(NamedTuple):

@@ -1,4 +1,4 @@
-"""Compares terms that all ranks must share, such as versions, and describes differences in words."""
+"""Compares terms that all ranks must share, such as versions, and describes differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Terms = Mapping[str, str]
 _NOTE = "\n"
 
 RankTerms = tuple[str, Terms]
-"""What one rank contributes: its own fault, empty if it has none, and its terms."""
+"""The contribution of one rank: its own fault (empty if none) and its terms."""
 
 
 def note(text: str) -> str:

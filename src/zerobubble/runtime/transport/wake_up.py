@@ -16,7 +16,7 @@ from zerobubble.runtime.transport.endpoint import PeerGoneError
 
 
 class Connection:
-    """One end of a channel's wake-up: an eventfd that wakes the receiver, and a socket that passes segments and shows the end.
+    """One end of a channel's wake-up: an eventfd that wakes the receiver, and a socket that passes segments and reveals a disconnect.
 
     The eventfd wakes only the receiver (`wakes`): a sender that waits for a slot would consume a wake-up that was meant for it.
     """

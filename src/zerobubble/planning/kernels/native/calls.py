@@ -122,7 +122,7 @@ def _fill(words: Any, floats: Any, at: int, given: tuple[Any, ...]) -> int:
 
 
 def _shape(kind: Type) -> str:
-    """What a kernel gives, written down: numbers, or tuples of them."""
+    """A text form of a kernel's result: numbers, or tuples of them."""
     if isinstance(kind, Several):
         return f"[{', '.join(map(_shape, kind.parts))}]"
     assert isinstance(kind, Scalar), "kernels give numbers to Python"
@@ -186,7 +186,7 @@ def _compiler() -> str:
 
 
 def _fingerprint(function: Callable[..., Any], seen: set[str] | None = None) -> Iterator[str]:
-    """What a function and all kernels that it names are made of, with the numbers that they name."""
+    """The source of a function and of all kernels that it names, with the numbers that they name."""
     seen = set() if seen is None else seen
     code = function.__code__
     yield f"{function.__qualname__} {code.co_code.hex()} {code.co_consts!r} {code.co_names} {code.co_varnames} {function.__annotations__}"

@@ -73,14 +73,14 @@ _RANDOM: dict[tuple[Any, int], Callable[..., Any]] = {
 
 
 class Expressions(Lines):
-    """What a walk writes, and what it knows of expressions. `_Walk` in `emit` adds names and statements."""
+    """The lines of a walk and its handling of expressions. `_Walk` in `emit` adds names and statements."""
 
     random: Value
 
     # Values
 
     def name(self, name: str) -> Value | Known:
-        """What a name stands for."""
+        """The value of a name."""
         raise NotImplementedError
 
     def of(self, node: ast.expr) -> Value | Known:

@@ -53,7 +53,7 @@ class ModuleText(Protocol):
 
 
 class Lines:
-    """What a walk over a function writes."""
+    """The lines that a walk over a function writes."""
 
     def __init__(self, module: ModuleText, function: Callable[..., Any]) -> None:
         self.module, self.function = module, function
@@ -100,7 +100,7 @@ class Lines:
             self.end(text)
 
     def fault(self, what: str) -> NotCompiledError:
-        """What this line cannot be."""
+        """Returns the error for this line."""
         return NotCompiledError(f"{self.function.__code__.co_filename}:{self.line}: {what}")
 
     def llvm_result(self, kind: Type) -> str:
@@ -152,7 +152,7 @@ class Lines:
         return self.put(f"getelementptr i8, ptr {record.words[0]}, i64 {offset}"), ELEMENTS[kind]
 
     def read(self, place: str, kind: str | Record) -> Value:
-        """What is at an address."""
+        """Returns the value at an address."""
         if isinstance(kind, Record):
             return Value(kind, (place,))
         if kind == "i8":

@@ -37,7 +37,7 @@ def loaded(name: str, key: str, made: Callable[[], tuple[str, str]]) -> tuple[in
 
 @cache
 def processor() -> str:
-    """What code is made for, and by what."""
+    """The machine that code is compiled for, and the compiler."""
     return f"{llvmlite.__version__} {llvm.get_process_triple()} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
@@ -78,7 +78,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _kept(key: str) -> bytes | None:
-    """What is kept under `key`, if it is whole."""
+    """Returns the cached entry of `key` if it is complete."""
     for folder in _folders():
         with suppress(OSError):
             digest, _, kept = (folder / f"{key}.o").read_bytes().partition(b"\n")
