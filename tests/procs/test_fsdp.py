@@ -400,7 +400,7 @@ def names_by_part(group: dist.ProcessGroup) -> list[set[str]]:
     """Names of the parameters of each part of a stage, one of which is the stage and has layers before and after the other."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(DEVICE.type, (2,), mesh_dim_names=("dp_shard",))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))).to(DEVICE)
     fully_shard(module[1], mesh=mesh)
     found = shards.shards_of(fully_shard(module, mesh=mesh), 0)
@@ -415,4 +415,4 @@ def names_by_part(group: dist.ProcessGroup) -> list[set[str]]:
 
 @needs_fsdp2_on_cpu
 def test_parts_are_reduced_in_the_order_of_their_last_parameters(world: Ranks) -> None:
-    assert world.run(names_by_part, ranks=2) == [[{"1.weight"}, {"0.weight", "2.weight"}]] * 2
+    assert world.run(names_by_part, ranks=4) == [[{"1.weight"}, {"0.weight", "2.weight"}]] * 4
