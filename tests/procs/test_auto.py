@@ -289,6 +289,24 @@ def test_no_more_searches_start_after_three_failures() -> None:
     assert starts.call_count == 3
 
 
+def test_a_plan_is_reviewed_after_so_many_steps_with_it() -> None:
+    planner = auto.AutoPlanner(zb.Auto(), 2, 4)
+    planner._pipeline, planner._problem = mock.Mock(), mock.Mock()
+    with mock.patch.multiple(auto, REVIEW=5), mock.patch.object(planner, "_review", return_value=None) as reviews:
+        counts = []
+        for _ in range(6):
+            planner._after_step()
+            counts.append(reviews.call_count)
+    assert counts == [0, 0, 0, 0, 1, 2]
+
+
+def test_plans_may_take_what_messages_leave_and_at_least_a_byte() -> None:
+    schedule = zb.make("zb-h1", 2, 4)
+    planner = auto.AutoPlanner(zb.Auto(memory=[100, 30]), 2, 4)
+    planner._problem = zb.planning.Problem(schedule.placement, 4, zb.Costs.uniform(2), zb.Limits((1000, 1000)))
+    assert planner._problem_after_messages([mock.Mock(messages=30), mock.Mock(messages=30)]).limits.memory == (70, 1)
+
+
 def test_candidates_take_turns_and_the_one_with_the_least_median_wins() -> None:
     work = zb.Workload.uniform(2, times=(10, 10, 8))
     slow, quick = (zb.plan(work, 4, placements=placement, seconds=0) for placement in ("linear", "vee"))

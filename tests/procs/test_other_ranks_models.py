@@ -18,7 +18,7 @@ import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs.ranks import Ranks
 from tests.thinned import every
-from zerobubble.runtime.stage.whole_model import warn_of_uncut_model
+from zerobubble.runtime.stage.whole_model import digest, warn_of_uncut_model
 
 WIDTH = 6
 PROMPT = 80.0
@@ -143,3 +143,17 @@ def test_only_the_same_model_of_several_ranks_is_warned_of(digests: list[str], c
         warnings.simplefilter("always")
         warn_of_uncut_model(digests)
     assert len(caught) == count
+
+
+@pytest.mark.parametrize("place", [0, 31, 63, -1])
+def test_a_digest_is_of_all_values_of_a_small_parameter(place: int) -> None:
+    one = nn.Parameter(torch.zeros(64))
+    other = nn.Parameter(torch.zeros(64).index_fill(0, torch.tensor(place), 1))
+    assert digest(one) == digest(nn.Parameter(torch.zeros(64))) != digest(other)
+
+
+def test_a_digest_of_a_large_parameter_is_of_its_first_and_last_value_too() -> None:
+    values = torch.zeros(10_000)
+    values[0] = 1
+    found = {digest(nn.Parameter(each)) for each in (values, values.flip(0), values * 0)}
+    assert len(found) == 3

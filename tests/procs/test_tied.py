@@ -6,6 +6,7 @@ Tied and copied parameters stay equal to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from tests.procs.ranks import Ranks
 from tests.refusals import states
 from tests.thinned import every
 from zerobubble.rules import ValueKind
+from zerobubble.runtime.hooks.shared_gradients import _GroupSum
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, parameter_infos, read_tied, shared_groups
+from zerobubble.runtime.measure.storages import addresses_of
+from zerobubble.runtime.values.gradients import IN_GRAD
 from zerobubble.transport import Line, Work
 
 SCHEDULES = [("1f1b", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("chimera", 4), ("dualpipe", 8), ("dualpipe-v", 8)]
@@ -358,6 +362,20 @@ def test_groups_that_meet_are_one() -> None:
     (shared,) = shared_group.parameters
     assert shared.names == {0: (ParameterName(3, "weight"), ParameterName(0, "weight")), 1: (ParameterName(1, "weight"),)}
     assert (shared.source.rank, shared.source.name, shared.counted_name) == (0, ParameterName(0, "weight"), ParameterName(0, "weight"))
+
+
+def test_three_parameters_of_one_rank_get_the_sum_in_tensors_of_their_own() -> None:
+    modules = {stage: nn.Linear(2, 2, bias=False) for stage in range(3)}
+    (group,) = shared_groups(read_tied([[(stage, "weight") for stage in modules]], 3), [parameter_infos(modules)], {})
+    parameters = {ParameterName(stage, "weight"): module.weight for stage, module in modules.items()}
+    for number, parameter in enumerate(parameters.values()):
+        parameter.grad = torch.full((2, 2), 10.0**number)
+    group_sum = _GroupSum(group, parameters, SimpleNamespace(rank=0), IN_GRAD)  # type: ignore[arg-type]
+    group_sum.send()
+    group_sum.finish()
+    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    assert [gradient.unique().tolist() for gradient in gradients] == [[111.0]] * 3
+    assert len(addresses_of(gradients)) == 3
 
 
 def run_page(group: Any) -> list[Any]:
