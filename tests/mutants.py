@@ -56,7 +56,8 @@ AREAS: dict[str, str] = {
     " procs/graph_share procs/autocast procs/experts procs/split_transformers procs/graph_none procs/compiled_sizes procs/traced"
     " procs/split_matrix procs/graph_lengths procs/describe procs/graph_checkpoint",
     "runtime/stage": "procs/saved_tensors procs/divided_head procs/describe procs/layer_profile procs/other_ranks_models"
-    " procs/offload_runs procs/selective_recompute procs/fsdp procs/shared_kinds procs/recompute_runs procs/own_layers procs/experts",
+    " procs/offload_runs procs/selective_recompute procs/fsdp procs/shared_kinds procs/recompute_runs procs/own_layers procs/experts"
+    " procs/devices",
     "runtime/hooks": "procs/hooks procs/clip procs/torch_calls procs/bubble_work procs/scaled_gradients procs/tied procs/auto procs/watch"
     " procs/mesh procs/post_validation",
 }
@@ -233,10 +234,17 @@ class Copy:
         return Outcome("survived", number, "")
 
     def _tests_of(self, mutant: Mutant, files: Iterable[str]) -> dict[str, float]:
-        """The tests that reach a mutant, with their seconds: the fastest first, up to `MOST_SECONDS`, and at least one."""
+        """The tests that reach a mutant, with their seconds: the fastest first, up to `MOST_SECONDS`, and at least one.
+
+        Code that runs at import is reached only by the first test in a process. So for its mutants, all tests that reach the file count.
+        """
+        text = (self.root / mutant.file).read_text(encoding="utf-8")
+        in_function = is_inside_a_function(text, mutant.line, mutant.end_line)
         found: dict[str, float] = {}
         for record in (self._records[file] for file in files):
-            names = record["reached"].get(mutant.place, []) if mutant.is_marked else record["passed"]
+            reached = record["reached"]
+            places = [mutant.place] if in_function else [where for where in reached if where.startswith(f"{mutant.file}:")]
+            names = {name for where in places for name in reached.get(where, [])} if mutant.is_marked else record["passed"]
             found.update({name: record["passed"][name] for name in names})
         chosen: dict[str, float] = {}
         for name, seconds in sorted(found.items(), key=itemgetter(1)):

@@ -28,8 +28,10 @@ from zerobubble.runtime.split import deferred
 from zerobubble.runtime.split.layers import weight_work
 from zerobubble.runtime.split.splitter import run_backward
 from zerobubble.runtime.stage import rank_stages
+from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.transport import choice
+from zerobubble.runtime.values.gradients import IN_GRAD
 from zerobubble.runtime.values.random_state import devices_with_generators
 from zerobubble.testing import CheckedDevice
 
@@ -370,6 +372,12 @@ def test_stages_without_tensors_go_where_the_others_are(world: Ranks) -> None:
     results = world.run(without_tensors, ranks=3)
     assert {kind for kind, _ in results} == {DEVICE.type}
     assert len({loss for _, loss in results}) == 1
+
+
+@pytest.mark.parametrize(("module", "kind", "has_tensors"), [(nn.Linear(2, 2, device="meta"), "meta", True), (nn.Tanh(), "cpu", False)])
+def test_stages_are_on_the_device_of_their_tensors_or_on_the_cpu(module: nn.Module, kind: str, has_tensors: bool) -> None:
+    stages = rank_stages.Stages({0: module}, "whole", IN_GRAD, RecomputeLevels(None))
+    assert (stages.device, stages.has_tensors) == (torch.device(kind), has_tensors)
 
 
 def test_no_generator_of_an_unused_gpu_is_touched() -> None:
