@@ -157,3 +157,13 @@ def test_stages_that_are_not_traced_are_refused() -> None:
     with mock.patch.object(rank_stages, "_device", return_value=torch.device("cuda")), pytest.raises(zb.InputError) as caught:
         rank_stages.Stages(held, {3: "whole"}, IN_GRAD, RecomputeLevels(None), cuda_graphs=True)
     states(str(caught.value), "stage 0", "deferred", "stage 3", "whole", "graph", "compiled")
+
+
+def test_a_recording_reads_copies_of_the_inputs_that_it_copies_in() -> None:
+    own, given = [torch.zeros(2), torch.zeros(2), 3], [torch.ones(2), torch.ones(2), 3]
+    recording = capture._Recording(own, lambda: None, (), (1,))
+    read = recording.copy_in(given)
+    assert read[0] is given[0]
+    assert read[1] is own[1]
+    assert read[2] == 3
+    assert [each.tolist() for each in own[:2]] == [[0, 0], [1, 1]]  # type: ignore[attr-defined]

@@ -146,3 +146,22 @@ def test_a_share_that_cannot_be_counted_is_not_claimed() -> None:
 @pytest.mark.parametrize(("split", "completes"), [("deferred", True), ("graph", False), ("whole", False)])
 def test_the_last_w_s_complete_parameters_one_by_one_if_they_are_deferred(split: str, completes: bool) -> None:
     assert make_stage(split, nn.Linear(8, 8), 0).completes_by_parameter is completes
+
+
+def test_a_backward_within_the_forward_leaves_its_gradient_at_once() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.linear(x.detach()).square().sum().backward()
+        y: Tensor = m.linear(x)
+        return y
+
+    module, x = Way(forward, linear=nn.Linear(4, 4, bias=False)), torch.randn(2, 4)
+    weight = module.linear.weight
+    stage = make_stage("deferred", module, 0)
+    with stage.stepping():
+        (y,) = stage.forward(0, (x,))
+        assert weight.grad is not None
+        within = weight.grad.clone()
+        stage.backward(0, (torch.ones_like(y),))
+        assert torch.equal(weight.grad, within)
+        stage.weight(0)
+    torch.testing.assert_close(weight.grad - within, torch.ones(4, 2) @ x)

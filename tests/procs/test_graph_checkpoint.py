@@ -16,12 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
 from benchmarks.split.run import Block
-from benchmarks.split_matrix.kinds import Way, checkpointed, selective
+from benchmarks.split_matrix.kinds import KINDS, Way, checkpointed, selective
+from benchmarks.split_matrix.ways import Plain, difference, train
 from tests.device import cpu_only
-from tests.procs.test_graph_split import products
+from tests.procs.test_graph_split import Graph, products
 from tests.procs.versions import needs_branches_in_graphs, needs_checkpoints_in_graphs
 from tests.refusals import raises
 from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.split.tracing.recompute import recording_checkpoints
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 pytestmark = pytest.mark.in_process
@@ -138,3 +140,23 @@ def test_a_branch_is_traced_as_an_operation(wrap: Callable[[nn.Module], nn.Modul
     (mine,) = stage.backward(0, (torch.ones_like(y),))
     (theirs,) = torch.autograd.grad(module.linear(x).cos().sum(), x)
     assert torch.equal(mine, theirs)
+
+
+@needs_checkpoints_in_graphs
+@pytest.mark.parametrize("name", ["dropout", "checkpoint with dropout"])
+def test_dropout_draws_in_a_graph_what_it_draws_under_autograd(name: str) -> None:
+    kind = KINDS[name]
+    assert difference(train(kind.build, kind.takes, Graph), train(kind.build, kind.takes, Plain)) == 0
+
+
+@needs_checkpoints_in_graphs
+def test_a_change_by_the_last_operation_of_a_checkpoint_is_refused() -> None:
+    buffer, x = torch.zeros(2), torch.ones(2, requires_grad=True)
+
+    def change(x: Tensor) -> Tensor:
+        y = x * 2
+        buffer.add_(1)
+        return y
+
+    with raises(zb.InputError, "checkpoint", "buffer"), recording_checkpoints([buffer]):
+        checkpoint(change, x, use_reentrant=False)

@@ -5,6 +5,7 @@ A trace never runs in a Python state other than the one it was traced in.
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import itertools
@@ -380,6 +381,18 @@ def test_the_backends_of_attention_are_seen() -> None:
         with sdpa_kernel(backend):
             step(stage, oracle, 0)
     assert len(stage.splitter.traces) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "other"), [("10000000000", "10000000001"), ("'a text'", "'another text'"), ("b'bytes'", "b'other bytes'")]
+)
+def test_an_equal_value_in_another_object_is_no_change(text: str, other: str) -> None:
+    module: Any = nn.Linear(2, 2)
+    found = []
+    for source in (text, text, other):
+        module.scale = ast.literal_eval(source)
+        found.append(state.read_state(module).values)
+    assert found[0] == found[1] != found[2]
 
 
 def test_going_to_and_fro_traces_each_state_once() -> None:
