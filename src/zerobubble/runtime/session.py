@@ -240,8 +240,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
 
 
 def _place_stages_without_tensors(ranks: SetupRanks, setup: Setup, all_terms: Sequence[Terms]) -> None:
-    """Makes stages without parameters and buffers run on the same kind of device as other stages. Raises the same `InputError` on all
-    ranks."""
+    """Makes stages without tensors run on the kind of device of the other stages. Raises the same `InputError` on all ranks."""
     kinds = [without_note(terms[_KIND_OF_DEVICE]) for terms in all_terms if _KIND_OF_DEVICE in terms]
     if not kinds or len(kinds) == len(all_terms):
         return
@@ -334,8 +333,7 @@ def _sharded(ranks: SetupRanks, layout: Layout, setup: Setup) -> ShardedTensors:
 def _order_of_sums(setup: Setup, rank: int) -> list[int]:
     """Returns the order in which this rank sums the gradients of its stages over replicas: the order in which stages end in the schedule.
 
-    All replicas begin with the same schedule, but a planner may later change that of one replica before another. In that case, the order is
-    from the last stage to the first.
+    A planner may change the schedule of one replica before that of another. Then the order is from the last stage to the first.
     """
     if setup.planner is not None:
         return sorted(setup.stages.modules, reverse=True)

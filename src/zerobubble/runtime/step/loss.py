@@ -253,8 +253,7 @@ class StepLosses:
         return loss * (weight / self._whole_weight) if weight else torch.zeros_like(loss)
 
     def _backward_loss(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Returns the gradient with which backward begins: the microbatch's share of `loss`, the gradient of the mean, or `divisor` times
-        that."""
+        """Returns the gradient with which backward begins: a share of `loss`, the gradient of the mean, or `divisor` times that."""
         if not self._scales_gradients:
             return self._share(microbatch, loss)
         factor = 1.0 if self._weights_are_equal else self._weight_of(microbatch) * self.divisor / self._whole_weight
