@@ -12,6 +12,7 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.schedules import known_schedules, make
+from zerobubble.units import show_percent
 
 __all__ = ["Recognition", "recognize"]
 
@@ -44,7 +45,7 @@ class Recognition(Displayed):
             return f"it cannot be compared: {self.difference}"
         numbered = ", with the microbatches numbered in another order" if self.relabeled else ""
         if self.difference:
-            equal = f"{100 * self.share:.1f} % of the positions are equal"
+            equal = f"{show_percent(self.share)} of the positions are equal"
             return f"it is closest to {self.name}{numbered}: {equal}; first difference: {self.difference}"
         return f"it is {self.name}{numbered}" + (f" (at this shape the same as {', '.join(self.also)})" if self.also else "")
 

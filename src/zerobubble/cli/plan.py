@@ -68,8 +68,7 @@ from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, show_levels
 from zerobubble.planning.problem.workload import limits_for
-from zerobubble.planning.table import percent
-from zerobubble.units import show_bytes, show_range
+from zerobubble.units import show_bytes, show_percent, show_range
 from zerobubble.whole_files import write_text
 
 _PERCENT = click.FloatRange(0, 100, min_open=True, max_open=True)
@@ -455,7 +454,7 @@ def _shown(bar: Progress, seconds: float | None) -> ProgressCallback:
     task = bar.add_task("preparing", total=seconds)
 
     def show(news: PlanProgress) -> None:
-        description = f"{news.placement}: bubble {percent(news.bubble)}, {percent(news.gap)} above the bound, {news.how}"
+        description = f"{news.placement}: bubble {show_percent(news.bubble)}, {show_percent(news.gap)} above the bound, {news.how}"
         bar.update(task, completed=bar.tasks[0].elapsed or 0.0, description=description)
 
     return show

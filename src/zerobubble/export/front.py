@@ -16,8 +16,7 @@ from zerobubble.export.svg import NARROWEST, STYLE
 from zerobubble.planning.answer import Choice, Status
 from zerobubble.planning.pareto import Front, Point
 from zerobubble.planning.problem.problem import Objective
-from zerobubble.planning.table import percent
-from zerobubble.units import counted
+from zerobubble.units import counted, show_percent
 
 COLORS = {
     "linear": "#3465b8",
@@ -189,5 +188,5 @@ def _dots(scale: _Scale, point: Point, colors: Mapping[str, str]) -> Iterator[st
 
 
 def _tooltip(point: Point, choice: Choice) -> str:
-    rates = f"bubble {percent(choice.plan.bubble or 0.0)}, bound {percent(choice.plan.least_bubble)}"
+    rates = f"bubble {show_percent(choice.plan.bubble or 0.0)}, bound {show_percent(choice.plan.least_bubble)}"
     return f"{choice.name} with memory for {counted(point.memory, 'microbatch')}: {rates}, {choice.plan.how}"

@@ -25,11 +25,11 @@ from zerobubble.planning.problem.problem import Objective, Problem, microbatch_b
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.table import NOTE_WIDTH, Line, comparison_table, percent
+from zerobubble.planning.table import NOTE_WIDTH, Line, comparison_table
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, period, simulate
 from zerobubble.timeline import Timeline
-from zerobubble.units import counted, show_ms
+from zerobubble.units import counted, show_ms, show_percent
 
 CUT_SHORT = "Ctrl-C ended the search early: this is the best plan found until then."
 
@@ -189,8 +189,8 @@ class Plan(Displayed):
         where = f"on {self.placement.name} over {counted(self.placement.num_ranks, 'rank')}{of}"
         if self.time is None or self.bubble is None:
             return f"{where}: {self.status}, {self.reason}"
-        aim, bubbles = self.problem.objective, f"{100 * self.bubble:.2f} % of the {self.problem.objective}"
-        figures = f"{aim} {show_ms(self.time)}, bubble {bubbles} (bound {100 * self.least_bubble:.2f} %)"
+        aim, bubbles = self.problem.objective, f"{show_percent(self.bubble)} of the {self.problem.objective}"
+        figures = f"{aim} {show_ms(self.time)}, bubble {bubbles} (bound {show_percent(self.least_bubble)})"
         return f"{figures}, {self.status}: {self.how} {where}"
 
     def __repr__(self) -> str:
@@ -222,9 +222,9 @@ class Plan(Displayed):
         simple = self.simple
         if simple is None or simple.time is None or simple.timeline is None or self.time is None:
             return ""
-        longer = percent(simple.time / self.time - 1 if self.time else 0.0)
-        than = "as short as the winner" if longer == percent(0) else f"{longer} longer than the winner"
-        bubbles = f"bubble {percent(simple.bubble_at(simple.time))}"
+        longer = show_percent(simple.time / self.time - 1 if self.time else 0.0)
+        than = "as short as the winner" if longer == show_percent(0) else f"{longer} longer than the winner"
+        bubbles = f"bubble {show_percent(simple.bubble_at(simple.time))}"
         stages = f" --stages-per-rank {simple.placement.stages_per_rank}" if SCHEDULES[simple.how].any_stages else ""
         shape = f"--ranks {simple.placement.num_ranks} --microbatches {simple.problem.num_microbatches}{stages}"
         show = f"zerobubble show {simple.how} {shape}"
@@ -239,11 +239,11 @@ class Plan(Displayed):
     @property
     def cells(self) -> tuple[str, ...]:
         """The figures in a table, under `table.titles` without the name."""
-        bound = percent(self.least_bubble)
+        bound = show_percent(self.least_bubble)
         if self.order is None or self.gap is None:
             return "–", "–", bound, "–", "–", "–", "not made" if self.status is Status.FEASIBLE else "nothing fits"
-        over_bound = "optimal" if self.status is Status.OPTIMAL else percent(self.gap)
-        step = show_ms(self.time or 0), percent(self.bubble_at(self.time or 0))
+        over_bound = "optimal" if self.status is Status.OPTIMAL else show_percent(self.gap)
+        step = show_ms(self.time or 0), show_percent(self.bubble_at(self.time or 0))
         return *step, bound, over_bound, f"{self.peak_microbatches:.4g}", f"{self.problem.messages:,}", self.how
 
     @cached_property

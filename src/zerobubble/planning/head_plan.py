@@ -22,10 +22,10 @@ from zerobubble.planning.competition import ample_limits, has_ample_memory
 from zerobubble.planning.problem.head import COLUMNS, HEAD_BYTES, Head, has_parts, parts_on, without_parts
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
-from zerobubble.planning.table import aligned, percent
+from zerobubble.planning.table import aligned
 from zerobubble.planning.transforms import fits_memory
 from zerobubble.schedules import with_vocabulary
-from zerobubble.units import ms, show_ms
+from zerobubble.units import ms, show_ms, show_percent
 
 NAMES = {0: "whole on the last stage", 1: "divided by algorithm 1", 2: "divided by algorithm 2"}
 """Placements of the head, by the paper's number of the algorithm; 0 is a whole head."""
@@ -59,7 +59,7 @@ class HeadOption(NamedTuple):
 
     @property
     def note(self) -> str:
-        return f"a {self.plan.problem.objective} {percent(self.gap)} over its bound: {self.bound.reason}"
+        return f"a {self.plan.problem.objective} {show_percent(self.gap)} over its bound: {self.bound.reason}"
 
     @property
     def peak_microbatches(self) -> float:
@@ -69,7 +69,7 @@ class HeadOption(NamedTuple):
     @property
     def cells(self) -> tuple[str, ...]:
         """The figures in a table."""
-        figures = show_ms(self.time), percent(self.gap), show_ms(self.plan.makespan or 0), f"{self.peak_microbatches:.4g}"
+        figures = show_ms(self.time), show_percent(self.gap), show_ms(self.plan.makespan or 0), f"{self.peak_microbatches:.4g}"
         return NAMES[self.algorithm], *figures, self.plan.placement.name, self.plan.how
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,13 +115,13 @@ class HeadSavings(Saving):
             return f"The head stays {NAMES[0]}, {show_ms(whole.time)}: divided it does not fit"
         if best is whole:
             return f"The head stays {NAMES[0]}: {show_ms(whole.time)}, against {show_ms(divided.time)} {NAMES[divided.algorithm]}"
-        gain = f"{100 * (1 - best.time / whole.time):.1f} % less than {show_ms(whole.time)} with it {NAMES[0]}"
+        gain = f"{show_percent(1 - best.time / whole.time)} less than {show_ms(whole.time)} with it {NAMES[0]}"
         held = f"ranks hold up to {best.peak_microbatches:.4g} microbatches instead of {whole.peak_microbatches:.4g}"
         return f"The head {NAMES[best.algorithm]} takes {show_ms(best.time)}, {gain}; {held}"
 
     def __str__(self) -> str:
         objective, best = self.best.plan.problem.objective, self.best.time
-        over = f"{show_ms(best)} is {percent(_over(best, self.bound))} more"
+        over = f"{show_ms(best)} is {show_percent(_over(best, self.bound))} more"
         return f"{self._summary()}.\n\nNo schedule has a shorter {objective} than {show_ms(self.bound.time)}: {self.bound.reason}. {over}."
 
     def table(self, found: Plan) -> str:

@@ -28,8 +28,7 @@ from zerobubble.planning.competition import Memory, explained, plan_problems
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.rounds import CtrlC
-from zerobubble.planning.table import percent
-from zerobubble.units import counted, ms, show_bytes, show_ms
+from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 
 BEAM_WIDTH = 4
 """Cuts that get a short search in a round, and how many of them the next round starts from."""
@@ -77,7 +76,7 @@ class CutSavings(Saving):
         return 1 - self.found.time / self.balanced.time if self.found.time and self.balanced.time else 0.0
 
     def _summary(self) -> str:
-        return f"{percent(self.gain)} less time than with balanced cuts"
+        return f"{show_percent(self.gain)} less time than with balanced cuts"
 
     def __str__(self) -> str:
         cut = self.cut
@@ -97,8 +96,8 @@ class CutSavings(Saving):
     @property
     def _gain_text(self) -> str:
         if self.cut.cuts != self.balanced_cut.cuts:
-            return f"{percent(self.gain)} shorter than the best plan on balanced cuts, stages of {_sizes(self.balanced_cut)}"
-        searched_on = f"; searching on saved {percent(self.gain)}" if self.gain > 0 else ""
+            return f"{show_percent(self.gain)} shorter than the best plan on balanced cuts, stages of {_sizes(self.balanced_cut)}"
+        searched_on = f"; searching on saved {show_percent(self.gain)}" if self.gain > 0 else ""
         return f"no plan on other cuts was found to be shorter than on these balanced ones{searched_on}"
 
     def _speeds_text(self) -> Iterator[str]:

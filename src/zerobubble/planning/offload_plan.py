@@ -27,7 +27,7 @@ from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import fit_to_memory, ranked_seeds, serial_schedule
 from zerobubble.planning.transforms import fits_memory, with_recompute_passes
 from zerobubble.simulation import metrics
-from zerobubble.units import counted, ms, show_ms
+from zerobubble.units import counted, ms, show_ms, show_percent
 
 WITHOUT, MORE_MEMORY = 0.4, 0.15
 """Shares of the budget: plans for the given memory, and for each larger one. The remaining seconds are for offloads."""
@@ -78,7 +78,7 @@ class OffloadSavings(Saving):
             if self.without is None
             else f"without it the {self.found.problem.objective} is {show_ms(self.without)}"
         )
-        gain = "" if self.gain is None else f", {100 * self.gain:.1f} % less"
+        gain = "" if self.gain is None else f", {show_percent(self.gain)} less"
         return f"Savings of offload: {without}, with it {takes}{gain} ({plan}, {counted(moved, 'offload')}). {bound}"
 
     def __str__(self) -> str:

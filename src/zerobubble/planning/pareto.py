@@ -16,8 +16,8 @@ from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import published_schedules
-from zerobubble.planning.table import NOTE_WIDTH, STEPS, aligned, percent
-from zerobubble.units import show_ms
+from zerobubble.planning.table import NOTE_WIDTH, STEPS, aligned
+from zerobubble.units import show_ms, show_percent
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ LEGEND = (
 def point_cells(point: Point) -> tuple[str, ...]:
     """The figures of one point, under `Front.titles`."""
     plan, memory = point.plan, f"{point.memory:g}"
-    bound = percent(point.plan.lower_bound)
+    bound = show_percent(point.plan.lower_bound)
     if plan.time is None:
         return memory, "nothing fits", "–", "–", "–", "–", "–", "–"
-    step = show_ms(plan.time), percent(plan.bubble_at(plan.time))
+    step = show_ms(plan.time), show_percent(plan.bubble_at(plan.time))
     name, peak = point.plan.choices[0].name, f"{plan.peak_microbatches:.4g}"
     return memory, name, *step, bound, peak, f"{plan.problem.messages:,}", plan.how
 

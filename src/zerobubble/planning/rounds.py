@@ -15,8 +15,7 @@ from typing import Self
 from zerobubble.planning.answer import Plan, Status
 from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, with_list_schedule, with_sharper_bound
 from zerobubble.planning.in_steps import improve_in_steps
-from zerobubble.planning.table import percent
-from zerobubble.units import show_ms
+from zerobubble.units import show_ms, show_percent
 
 
 def can_beat(plan: Plan, best: Plan) -> bool:
@@ -50,7 +49,7 @@ def _note_against_winner(best: Plan, plan: Plan, searched: bool) -> str:
         return f"cannot take less than {show_ms(plan.bound.time)}, the winner takes {show_ms(best.time or 0)}: {plan.bound.reason}"
     if round(best.bubble, 9) == 0:
         return "nothing can beat the winner, which has no bubble"
-    least, winners = percent(plan.least_bubble), percent(best.bubble)
+    least, winners = show_percent(plan.least_bubble), show_percent(best.bubble)
     if least == winners:
         return f"cannot have a smaller bubble than the winner's {winners}: {plan.bound.reason}"
     return f"cannot have a bubble below {least}, the winner has {winners}: {plan.bound.reason}"
@@ -79,7 +78,7 @@ def _note(plan: Plan, searched: bool) -> str:
     if plan.status is Status.OPTIMAL:
         return f"nothing on this placement is shorter: {plan.bound.reason}"
     how = "the search ended with" if searched else "without a search it has"
-    return f"{how} a {plan.problem.objective} {percent(plan.gap)} over its bound: {plan.bound.reason}"
+    return f"{how} a {plan.problem.objective} {show_percent(plan.gap)} over its bound: {plan.bound.reason}"
 
 
 class CtrlC:

@@ -29,11 +29,6 @@ def titles(objective: str) -> tuple[str, ...]:
     return "placement", objective, "bubble", "bound", "over bound", "peak", "messages", "schedule"
 
 
-def percent(share: float) -> str:
-    """A share with two decimals; plans differ by less than the one decimal of other figures."""
-    return f"{100 * share:.2f} %"
-
-
 class Line(NamedTuple):
     """A row of the table: its figures, its note, and whether it was searched for or is proven optimal."""
 

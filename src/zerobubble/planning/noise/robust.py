@@ -29,9 +29,10 @@ from zerobubble.planning.noise.sensitivity import check_error_share
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.shards.few_gathers import FewGathers
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
-from zerobubble.planning.table import NOTE_WIDTH, percent
+from zerobubble.planning.table import NOTE_WIDTH
 from zerobubble.planning.transforms import fits_memory, split
 from zerobubble.rules import recomputed
+from zerobubble.units import show_percent
 
 
 class NoisyObjective(NamedTuple):
@@ -50,7 +51,7 @@ class RobustOrder(Displayed):
     after: NoisyObjective
 
     def _summary(self) -> str:
-        return f"{self.schedule.name}: {100 * self.gain:.2f} % shorter than before under noise"
+        return f"{self.schedule.name}: {show_percent(self.gain)} shorter than before under noise"
 
     @property
     def gain(self) -> float:
@@ -66,8 +67,8 @@ def robust_order_dict(problem: Problem, robust: RobustOrder) -> dict[str, float]
 
 def robust_order_text(problem: Problem, robust: RobustOrder, error: float) -> str:
     """The same in a sentence."""
-    before, after = (percent(problem.bubble(objective.noisy)) for objective in (robust.before, robust.after))
-    noise = f"If the time of every pass varies with a standard deviation of {percent(error)}, the winner has a mean bubble of"
+    before, after = (show_percent(problem.bubble(objective.noisy)) for objective in (robust.before, robust.after))
+    noise = f"If the time of every pass varies with a standard deviation of {show_percent(error)}, the winner has a mean bubble of"
     if robust.gain == 0:
         return fill(f"{noise} {before}. No equally short order with a smaller one was found.", NOTE_WIDTH)
     return fill(f"{noise} {after}, down from {before} before reordering. By the measured times it is as short.", NOTE_WIDTH)

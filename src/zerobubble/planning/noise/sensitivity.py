@@ -19,9 +19,9 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.noise.plan_player import PlanPlayer
 from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.replay import Replay
-from zerobubble.planning.table import aligned, percent
+from zerobubble.planning.table import aligned
 from zerobubble.simulation import peak_memory
-from zerobubble.units import counted, show_ms
+from zerobubble.units import counted, show_ms, show_percent
 
 Entry = tuple[str, int]
 """One measured time: a column of `Costs` and the stage (or link)."""
@@ -269,7 +269,7 @@ def _shown(found: Sensitivity) -> Iterator[Effect]:
 
 def _change(found: Sensitivity, time: int) -> str:
     share = time / found.time - 1 if found.time else 0.0
-    return f"{'+' if share > 0 else ''}{percent(share)}"
+    return f"{'+' if share > 0 else ''}{show_percent(share)}"
 
 
 def _noise_sentences(found: Sensitivity, error: str) -> Iterator[str]:
@@ -278,11 +278,11 @@ def _noise_sentences(found: Sensitivity, error: str) -> Iterator[str]:
 
 
 def _spread_text(spread: Spread) -> str:
-    return f"{percent(spread.mean)} longer on average, {percent(spread.worst)} at worst"
+    return f"{show_percent(spread.mean)} longer on average, {show_percent(spread.worst)} at worst"
 
 
 def _memory_sentences(found: Sensitivity, error: str) -> Iterator[str]:
     if found.spare is not None and found.ranks_over_limit:
         tightest = min(found.ranks_over_limit, key=found.spare.__getitem__)
-        short, left = f"{len(found.ranks_over_limit)} of {len(found.spare)} ranks", percent(found.spare[tightest])
+        short, left = f"{len(found.ranks_over_limit)} of {len(found.spare)} ranks", show_percent(found.spare[tightest])
         yield f"Memory: activations {error} larger would not fit on {short}; rank {tightest} has {left} of its memory left."

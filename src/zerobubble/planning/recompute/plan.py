@@ -38,7 +38,7 @@ from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.rounds import CtrlC, compile_search, rank_key, successive_halving
 from zerobubble.planning.search import compile_kernels
 from zerobubble.planning.weight_order import with_weights_ordered
-from zerobubble.units import counted, ms, show_ms
+from zerobubble.units import counted, ms, show_ms, show_percent
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +71,7 @@ class RecomputeSavings(Saving):
         if not self.without.time or self.chosen.time is None:
             return ""
         gain = 1 - self.chosen.time / self.without.time
-        return f", {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'} time than without R"
+        return f", {show_percent(abs(gain))} {'less' if gain >= 0 else 'more'} time than without R"
 
     def _forwards(self) -> dict[str, int]:
         """Number of forwards with each level."""

@@ -26,7 +26,7 @@ from zerobubble.planning.seeds import fit_to_memory, ranked_seeds
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers, min_gathers, min_time_with_gathers, sharding
 from zerobubble.planning.table import NOTE_WIDTH
 from zerobubble.planning.transforms import with_recompute_passes
-from zerobubble.units import ms, show_bytes, show_ms
+from zerobubble.units import ms, show_bytes, show_ms, show_percent
 
 Price = Callable[[PlanWithGathers], tuple[int, ...]]
 """Sort key of a schedule with its gathers; less is better."""
@@ -62,7 +62,7 @@ class FewGathers(Saving):
 
     def __str__(self) -> str:
         chosen, quickest, problem = self.chosen, self.quickest, self.chosen.plan.problem
-        over = f"{100 * (chosen.time / self.least_time - 1):.2f} % over its bound" if self.least_time else "no bound above 0"
+        over = f"{show_percent(chosen.time / self.least_time - 1)} over its bound" if self.least_time else "no bound above 0"
         lines = [f"Sharded {self.sharded._summary()}."]
         for name, one in (("shortest without gathers", self.plain), ("quickest with them", quickest), ("winner", chosen)):
             where = f"{one.plan.how} on {one.plan.problem.placement.name}"
@@ -70,7 +70,7 @@ class FewGathers(Saving):
             lines.append(f"{name}: {where}: {figures}, this order needs at least {one.bound}")
         lines.append(
             f"No schedule on {problem.placement.name} has fewer than {self.least_gathers} gathers, and the winner's {problem.objective} is "
-            f"{over}, {show_ms(self.least_time)}. It takes {100 * (chosen.time / quickest.time - 1):.2f} % longer than the quickest."
+            f"{over}, {show_ms(self.least_time)}. It takes {show_percent(chosen.time / quickest.time - 1)} longer than the quickest."
         )
         return "\n".join(fill(line, NOTE_WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
