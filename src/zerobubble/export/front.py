@@ -101,7 +101,7 @@ def knee(points: Sequence[Point]) -> float:
 
 def _scale(points: Sequence[Point], width: int, head: int) -> _Scale:
     objective = points[0].plan.problem.objective
-    worst = max(point.plan.bubble or 0.0 for point in points)
+    worst = max(choice.plan.bubble or 0.0 for point in points for choice in point.plan.choices)
     return _Scale(width, head, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), knee(points), objective)
 
 
@@ -170,12 +170,13 @@ def _line(places: Sequence[tuple[float, float]]) -> str:
 
 def _dots(scale: _Scale, point: Point, colors: Mapping[str, str]) -> Iterator[str]:
     """Yield the dots for one limit, the best plan large and on top. Small dots that would hide each other are drawn side by side."""
-    best, *others = [choice for choice in point.plan.choices if choice.plan.bubble is not None and choice.plan.bubble <= scale.top]
+    best, *others = [choice for choice in point.plan.choices if choice.plan.bubble is not None]
+    aside = -1 if point.memory == scale.high else 1
     taken: list[tuple[float, float]] = [(scale.x(point.memory), scale.y(best.plan.bubble or 0.0))]
     for choice in others:
         x, y = scale.x(point.memory), scale.y(choice.plan.bubble or 0.0)
         while any(hypot(x - left, y - top) < (APART if n else 2 * APART) for n, (left, top) in enumerate(taken)):
-            x += 1
+            x += aside
         taken.append((x, y))
         dot = f'<circle class="other" cx="{x:.2f}" cy="{y:.2f}" r="{SMALL}" fill="{colors[choice.name]}">'
         yield f"{dot}<title>{escape(_tooltip(point, choice))}</title></circle>"

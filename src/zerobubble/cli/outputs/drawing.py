@@ -181,14 +181,14 @@ def _name(spans: tuple[Span, ...], places: Sequence[int]) -> str:
 
 
 def _axis(scale: _Scale, first: int, columns: int) -> str:
-    """Returns the times below `columns` columns from the column `first`."""
-    line = ""
+    """Returns the times below `columns` columns from the column `first`, with their unit at the end."""
+    line, unit = "", " ms"
     for tick in ticks(scale.duration, max(2, scale.columns // TICK_WIDTH)):
         label = f"{ms(tick):g}"
         at = scale.column(scale.start + tick) - first
-        if len(line) <= at and at + len(label) <= columns:
+        if len(line) <= at and at + len(label) + len(unit) <= columns:
             line = line.ljust(at) + label
-    return f"{line} ms" if len(line) + 3 <= columns else line
+    return line + unit
 
 
 def legend(*timelines: Timeline, colored: bool, drawn: Sequence[Text]) -> Text:

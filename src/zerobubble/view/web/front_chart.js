@@ -100,7 +100,7 @@ export class FrontChart {
       marks.push(shape("text", { x, y: HEIGHT - PLOT.bottom + 18, "text-anchor": "middle" }, `${+memory.toPrecision(4)}`));
     }
     const middle = PLOT.top + (HEIGHT - PLOT.top - PLOT.bottom) / 2;
-    marks.push(shape("text", { x: (PLOT.left + width) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "memory of a rank, in microbatches of all its stages"));
+    marks.push(shape("text", { x: (PLOT.left + width) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "activation memory of a rank, in microbatches of all its stages"));
     marks.push(shape("text", { transform: `translate(13 ${middle}) rotate(-90)`, "text-anchor": "middle" }, `bubble`));
     return marks;
   }
