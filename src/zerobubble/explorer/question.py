@@ -131,9 +131,10 @@ ABOVE_LEAST = ("memory",)
 EXAMPLES = dict.fromkeys(TIMES, "give ms, such as 10, or a time with its unit, such as 10ms or 250us") | {
     "memory": "give microbatches of a rank, such as 2.5",
     "held": "give a share of what F saves, such as 0.5",
-    "ranks": "for more ranks, use the command line, such as zerobubble show --ranks 512",
 }
 """The remedy for a field whose value cannot be used."""
+FOR_MORE = {"ranks": "for more ranks, use the command line, such as zerobubble show --ranks 512"}
+"""The remedy for a number above its range."""
 
 Fields = TypeVar("Fields")
 
@@ -182,7 +183,8 @@ def require_range(name: str, value: Any, number: float, least: float, most: floa
     if (least < number if above_least else least <= number) and number <= most:
         return
     range_ = f"above {least:,.12g} and at most {most:,.12g}" if above_least else _range(least, most)
-    raise FieldError(name, f"{value!s:.40} is not {range_}{_example(name)}")
+    more = f": {FOR_MORE[name]}" if number > most and name in FOR_MORE else _example(name)
+    raise FieldError(name, f"{value!s:.40} is not {range_}{more}")
 
 
 def _range(least: float, most: float) -> str:

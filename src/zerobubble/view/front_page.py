@@ -31,7 +31,7 @@ def front_html(front: Front, title: str) -> str:
     kept = Kept(points, _viewed, MOST_PASSES)
     body = (
         header(title),
-        f'<div id="front"></div>\n<p class="hint">{escape(NOTE)}</p>\n',
+        '<div id="front"></div>\n',
         section("schedule", "The schedule of a point", viewer(), '<span id="opened" role="status"></span>'),
         section("figures", "Every limit", table(front.titles, front.rows())),
     )
@@ -79,6 +79,7 @@ def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
     return {
         "objective": points[0].plan.problem.objective,
         "knee": knee(points),
+        "note": NOTE,
         "points": [
             {"memory": point.memory, "bound": point.plan.lower_bound, "answers": list(_answers(point, colors, kept))} for point in points
         ],

@@ -32,7 +32,7 @@ from zerobubble.partition import Layer, LayerCut
 from zerobubble.planning.problem.head import Head, has_parts, parts_on
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.problem.workload import Workload
+from zerobubble.planning.problem.workload import RANK_BYTES, Workload
 from zerobubble.simulation import Metrics, period, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_ms
@@ -299,8 +299,9 @@ class Problem(Displayed):
         """The ranks that cannot hold one microbatch, with what they lack; empty if one fits or can be offloaded."""
         if self.host is not None or self.is_forward_only:
             return ""
-        has_bytes = self.workload is None and set(self.costs.held_after_f) != {UNIT_BYTES}
-        sizes = () if has_bytes else self.microbatch_bytes
+        sizes = self.microbatch_bytes
+        if self.workload is None and set(self.costs.held_after_f) != {UNIT_BYTES} and set(sizes) != {RANK_BYTES}:
+            sizes = ()
         if self.recomputation is not None:
             return shortage_with_recompute(
                 self.placement, self.costs, self.limits, [(level,) for level in self.recomputation.chosen], sizes

@@ -15,7 +15,7 @@ export class FrontChart {
     const label = `Bubble over memory, ${this.points.length} limits`;
     this.svg = shape("svg", { class: "front", tabindex: "0", role: "application", "aria-label": label, "aria-describedby": "front-keys" });
     this.details = element("p", "", { class: "point-details", role: "status", id: "front-details" });
-    host.append(this.bar(), this.svg, this.details, element("p", HINT, { class: "hint", id: "front-keys" }));
+    host.append(this.bar(), this.svg, this.details, element("p", front.note, { class: "hint" }), element("p", HINT, { class: "hint", id: "front-keys" }));
     this.objective = front.objective;
     this.all();
     this.listen();
@@ -101,7 +101,7 @@ export class FrontChart {
     }
     const middle = PLOT.top + (HEIGHT - PLOT.top - PLOT.bottom) / 2;
     marks.push(shape("text", { x: (PLOT.left + width) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "activation memory of a rank, in microbatches of all its stages"));
-    marks.push(shape("text", { transform: `translate(13 ${middle}) rotate(-90)`, "text-anchor": "middle" }, `bubble`));
+    marks.push(shape("text", { transform: `translate(13 ${middle}) rotate(-90)`, "text-anchor": "middle" }, `bubble of the ${this.objective}`));
     return marks;
   }
 
