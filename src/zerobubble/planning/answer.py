@@ -140,7 +140,8 @@ class Plan(Displayed):
     def schedule(self) -> Schedule:
         """The schedule; raises `InputError` with the reason if there is none."""
         if self.order is None:
-            raise InputError("no schedule fits: {reason}", reason=self.reason)
+            remedy = "raise the memory limit, or allow recomputation or offload"
+            raise InputError("no schedule fits: {reason}", reason=self.reason, remedy=remedy)
         return self.order
 
     @property
