@@ -1,7 +1,7 @@
 """Annealing of orders: moves passes along their rows, and sometimes accepts longer schedules.
 
-Every move is played exactly, but only from the first time that it can affect, and only until it is known to be rejected. Times are those
-measured, or many noisy samples, with the mean as cost: see `samples`.
+Every move is played exactly, but only from the first time that it can affect, and only until it is known to be rejected. Times are measured
+times, or many noisy samples whose mean is the cost: see `samples`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerobubble.planning.kernels.samples import Times, aim, copy_times, draw_sam
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 MAX_SHIFT = 24
-"""The most passes that a move passes over."""
+"""The most passes that a move crosses."""
 
 INTO_GAP = 0.4
 """Fraction of moves that pull a pass into idle time."""
@@ -155,7 +155,7 @@ def move_pass(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> i
 
 @inlined
 def must_follow(tables: Tables, rows: Rows, before: int, following: int) -> bool:
-    """Whether two neighbors of a row are in the only possible order."""
+    """Whether two adjacent passes of a row cannot be exchanged."""
     first, second = rows.code[before], rows.code[following]
     if first == second:
         return True
@@ -180,7 +180,7 @@ def swap(tables: Tables, rows: Rows, one: int, other: int) -> None:
 def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
     """Returns the first position of `rank` whose pass starts at `time` or later, by the measured times.
 
-    No earlier pass waits for one that starts then, in any sample.
+    No earlier pass waits for a pass that starts at that time, in any sample.
     """
     low, high = tables.ranks[rank].first, tables.ranks[rank].stop
     while low < high:

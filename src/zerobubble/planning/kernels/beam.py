@@ -13,21 +13,23 @@ from zerobubble.planning.kernels.tables import Records, codes_of
 from zerobubble.planning.problem.problem import Objective, Problem
 
 IDLE_WEIGHT = 0.02
-"""The weight of the mean time of a rank next to the longest: of equally long partial schedules the one with less idle time goes on."""
+"""The weight of the mean time of a rank, relative to the longest. Of two equally long partial schedules, the one with less idle time is
+kept."""
 
 
 class _Partial(NamedTuple):
-    """A partial schedule: passes done of each kind and stage, when each rank is free and began, its bytes, and when messages arrive."""
+    """A partial schedule: the passes done of each kind and stage, the start and the free time of each rank, its bytes, and the arrival of
+    messages."""
 
     done: tuple[int, ...]
     free: tuple[int, ...]
     begun: tuple[int, ...]
     held: tuple[int, ...]
     arrivals: tuple[tuple[int, ...], ...]
-    """Of each kind and stage, when what its next passes use is there."""
+    """For each kind and stage, the arrival times of the inputs of its next passes."""
     cost: float
     last: tuple[_Partial, int] | None
-    """The partial schedule before and the pass that was added."""
+    """The previous partial schedule and the pass that was added to it."""
 
 
 class _Beam:
@@ -47,7 +49,7 @@ class _Beam:
 
     @staticmethod
     def _feeds(codes: Records, code: int) -> list[tuple[int, int]]:
-        """The kinds and stages that wait for this one last, each with the time of the message between them."""
+        """The kinds and stages that wait for the output of this one, each with the time of the message."""
         user, successor = int(codes[code]["user"]), int(codes[code]["successor"])
         feeds = [(user, int(codes[user]["lag"]))] if user >= 0 else []
         # what waits for a message has its other input long before
@@ -63,7 +65,8 @@ class _Beam:
         return _Partial((0,) * len(self.codes), nothing, (-1,) * ranks, nothing, ((0,) * m, *((),) * (len(self.codes) - 1)), 0.0, None)
 
     def followers(self, one: _Partial) -> Iterator[_Partial]:
-        """Every pass that could begin, on the rank that can end one first, before that end: together these lead to all active schedules."""
+        """The passes to branch on. On the rank that can end a pass first, these are all passes that can begin before that end. They lead to
+        all active schedules."""
         ready = []
         for code in self.codes:
             if one.done[code] < len(one.arrivals[code]):
@@ -79,7 +82,7 @@ class _Beam:
                     yield self._with(one, code, begin)
 
     def _can_complete_oldest(self, one: _Partial, forward: int) -> bool:
-        """Whether the bytes that wait for a B leave memory for the oldest microbatch there to reach the rank's last stage and its B."""
+        """Whether the rank's oldest microbatch still has enough memory to reach the rank's last stage and its B."""
         waiting = growth = 0
         oldest = one.done[forward + self.stages]
         for stage in self.stages_of[self.rank[forward]]:
@@ -102,7 +105,7 @@ class _Beam:
         return _Partial(tuple(done), tuple(free), tuple(begun), tuple(held), tuple(arrivals), self._cost(done, free, begun), (one, code))
 
     def _cost(self, done: list[int], free: list[int], begun: list[int]) -> float:
-        """The least that the objective can become, and a little of the mean time of a rank."""
+        """A lower bound on the objective, plus a small weight times the mean time of a rank."""
         m, left = self.problem.num_microbatches, [0] * len(free)
         longest = 0
         for code in self.codes:
@@ -131,9 +134,8 @@ class _Beam:
 
 
 def beam_search(problem: Problem, width: int) -> tuple[Schedule | None, int]:
-    """The best schedule that comes of `width` partial schedules of each length, and how many passes were placed for it.
-
-    None where all partial schedules run out of memory.
+    """Returns the best schedule found with `width` partial schedules of each length, and the number of passes placed. The schedule is None
+    if all partial schedules run out of memory.
     """
     beam, placed = _Beam(problem), 0
     kept = [beam.beginning()]

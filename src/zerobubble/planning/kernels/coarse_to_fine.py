@@ -1,6 +1,6 @@
 """Coarse to fine: finds policies on a problem of few ranks and microbatches, and carries them to twice the ranks, level by level.
 
-A policy applies to any number of ranks, and a schedule of few ranks is so fast to make that thousands of policies can be tried.
+A policy applies to any number of ranks. Schedules of few ranks take so little time that thousands of policies can be tried.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ TRIES = 40_000
 """Policies tried by one search, at most."""
 
 BATCH = 25
-"""Policies tried between two looks at how much of the budget is left."""
+"""Policies tried between two checks of the budget."""
 
 STEADY = 3
 """Microbatches per rank at which warm-up, steady state and cool-down all show."""
 
 
 def coarsened(problem: Problem, ranks: int, microbatches: int) -> Problem:
-    """`problem` on `ranks` of its ranks, evenly spread, for `microbatches` microbatches.
+    """Returns `problem` reduced to `ranks` of its ranks, evenly spread, and to `microbatches` microbatches.
 
-    A rank that stays keeps its stages. Its memory limit shrinks with the number of ranks, as the microbatches under way do, but to no less
-    than one microbatch needs. A message between two stages takes as long as the slowest of the messages that it stands for.
+    A rank that stays keeps its stages. Its memory limit shrinks with the number of ranks, like the number of microbatches in flight, but
+    still fits one microbatch. A message between two stages takes as long as the slowest of the messages that it represents.
     """
     full = problem.placement.num_ranks
     kept = [round(i * (full - 1) / max(1, ranks - 1)) for i in range(ranks)]
@@ -67,7 +67,7 @@ def coarsened(problem: Problem, ranks: int, microbatches: int) -> Problem:
 
 
 def coarse_problems(problem: Problem) -> list[Problem]:
-    """The coarser problems, each of twice the ranks of the one before, with as many stages per rank; none for a small `problem`.
+    """Returns the coarser problems, each with twice the ranks of the previous one and as many stages per rank. Empty for a small `problem`.
 
     The last of them may have all the ranks of `problem` and fewer microbatches.
     """
@@ -106,7 +106,7 @@ def policies_from_coarse(state: SearchState, problem: Problem, share: float) -> 
 
 
 def _search_level(tables: Tables, bound: int, pool: PolicyPool, budget: BudgetMeter, is_coarsest: bool) -> Floats:
-    """The policies that are best for one of the coarser problems, best first, after a search that begins with those of `pool`."""
+    """Searches one of the coarser problems, starting from the policies of `pool`. Returns its best policies, best first."""
     state = SearchState(tables, bound, budget, lambda time, how: None)
     state.improve_policies(pool, len(pool.costs))  # as many tries as policies: each is tried as it is
     islands = [pool.best(POOL_SIZE) for _ in range(ISLANDS if is_coarsest else 1)]
@@ -118,9 +118,8 @@ def _search_level(tables: Tables, bound: int, pool: PolicyPool, budget: BudgetMe
 
 
 def _search_island(state: SearchState, pool: PolicyPool, start: float, stop: float, *, at_random: float) -> None:
-    """Improve the policies of `pool` while the spent share of the budget goes from `start` to `stop`.
-
-    In the first part of that, of the share `at_random`, policies are drawn at random.
+    """Improves the policies of `pool` while the spent fraction of the budget goes from `start` to `stop`. The first `at_random` of this
+    search draws random policies.
     """
     for _ in range(TRIES // BATCH):
         if state.done or state.budget.spent >= stop:
@@ -130,6 +129,6 @@ def _search_island(state: SearchState, pool: PolicyPool, start: float, stop: flo
 
 
 def _budget_until(budget: BudgetMeter, share: float) -> BudgetMeter:
-    """A new budget, of what is left of `budget` until the given share of it is spent."""
+    """Returns a new budget with the part of `budget` that remains until the given fraction of it is spent."""
     left = max(0.0, share - budget.spent)
     return BudgetMeter(left * budget.seconds, None if budget.evaluations is None else int(left * budget.evaluations))

@@ -25,7 +25,7 @@ HOT, COLD = 0.1, 0.005
 """First and last temperature of a round, in mean pass times."""
 
 SWAPPED_PASSES, MOVED_PASSES = 50_000, 1_000_000
-"""Passes of rows with exchanged places, and of rows with a moved pass, between two checks of the clock: some milliseconds."""
+"""Passes replayed between two checks of the clock (some milliseconds), after exchanges of places and after moves of a pass."""
 
 
 class JointOrder(NamedTuple):
@@ -37,7 +37,7 @@ class JointOrder(NamedTuple):
 
 
 def first_orders(tables: Tables, order: Ints, several: Sequence[Sequence[int]]) -> list[JointOrder]:
-    """Returns `order` with each of `several` assignments with which it runs within the limits."""
+    """Returns `order` with each of `several` assignments that keep it within the limits."""
     found = []
     for assignment in several:
         arranged = with_assignment(tables, assignment)
@@ -106,8 +106,8 @@ def swap_places(
     """Exchanges two microbatches of the `assignment`, `moves` times, while the temperature (ns) falls from `hot` to `cold`.
 
     `cost` is that of `rows`. `goal` is the longest time of the rows with the assignment `best`. Both are replaced by better ones. Reaching
-    `target` ends the search. Returns the goal, the cost of the rows and the number of moves tried. The times in `rows` must be replayed
-    afterwards.
+    `target` ends the search. Returns the goal, the cost of the rows and the number of moves tried. The caller must replay the times in
+    `rows`.
     """
     for tried in range(moves):
         temperature = hot * (cold / hot) ** (tried / moves)

@@ -6,8 +6,8 @@ has no due date: it fills gaps that are large enough, and runs if memory require
 An F may not run too far ahead of the rank's next pass for the same microbatch. Otherwise memory fills with later microbatches while the
 first ones are on their way to their B, and leaves none for passes that could run.
 
-No order runs into a dead end of memory: each rank keeps enough for its most advanced microbatch to reach its last stage there and run its
-B, which frees memory.
+Memory never blocks an order for good: each rank keeps enough for its most advanced microbatch to reach the rank's last stage and run its B,
+which frees memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ DISPATCH = np.dtype(
 """
 
 _NEXT = np.dtype([("runs", "i8"), ("arrival", "i8"), ("due", "f8")])
-"""Of a code: how often it has run, when the message of its next pass is there (`FAR` while nobody has made it), when that pass is due."""
+"""The state of a code: how often it has run, when the message of its next pass arrives (`FAR` if it has not been computed), and when that
+pass is due."""
 
 _RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "alive", "most_alive", "pending", "choice", "start")])
 """Of a rank.
@@ -53,7 +54,7 @@ _RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "a
 """
 
 _READY = np.dtype([("code", "i8"), ("start", "i8"), ("due", "f8")])
-"""A pass that is ready on a rank: when it can start and when it is due."""
+"""A pass that is ready on a rank: its earliest start and its due date."""
 
 
 class ListScratch(NamedTuple):
@@ -62,19 +63,19 @@ class ListScratch(NamedTuple):
     order: Ints
     """The codes of the schedule, rank after rank."""
     end: Ints
-    """When code c ended for microbatch j, at `c * microbatches + j`."""
+    """The end of the pass with code c for microbatch j, at `c * microbatches + j`."""
     next: Records
     """A `_NEXT` for each code."""
     ranks: Records
     """A `_RANK` for each rank."""
     next_start: Ints
-    """When each rank starts what it runs next; `FAR` if it has to wait for a message or for memory."""
+    """The start of each rank's next pass; `FAR` if it has to wait for a message or for memory."""
     ready: Records
     """The passes that one rank can choose from, a `_READY` each."""
 
 
 def list_scratch(tables: Tables) -> ListScratch:
-    """Room to schedule the problem of `tables`."""
+    """Returns scratch space to schedule the problem of `tables`."""
     size, codes, ranks = tables.size, len(tables.codes), len(tables.ranks)
     return ListScratch(
         np.zeros(size, np.int64),
@@ -90,8 +91,8 @@ def list_scratch(tables: Tables) -> ListScratch:
 def list_schedule(tables: Tables, due: Floats, dispatch: Records, lead: Floats, scratch: ListScratch) -> tuple[int, int]:
     """Writes the schedule of due dates (ns, of microbatch 0), a `DISPATCH` per rank and leads into `scratch.order`.
 
-    For each code of F, `lead` is the number of microbatches by which its rank may be ahead of its next leg, or of its B on the last.
-    Returns the time of the longest rank and the sum over ranks in ns, or (-1, 0) if memory that nothing can free blocks a pass.
+    For each code of F, `lead` is the number of microbatches by which its rank may run ahead of the next leg, or on the last leg ahead of
+    its B. Returns the time of the longest rank and the sum over ranks in ns, or (-1, 0) if a pass never gets the memory it needs.
     """
     reset(tables, due, scratch)
     for rank in range(len(tables.ranks)):
@@ -125,7 +126,7 @@ def list_schedule(tables: Tables, due: Floats, dispatch: Records, lead: Floats, 
 
 @compiled
 def reset(tables: Tables, due: Floats, scratch: ListScratch) -> None:
-    """Put the scratch into the state in which nothing has run."""
+    """Resets the scratch space to the state before the first pass."""
     for code in range(len(tables.codes)):
         one = scratch.next[code]
         one.runs = 0
@@ -148,7 +149,7 @@ def reset(tables: Tables, due: Floats, scratch: ListScratch) -> None:
 
 @inlined
 def first_rank_to_start(scratch: ListScratch) -> int:
-    """The rank that can start first; of several the lowest."""
+    """Returns the rank that can start first, the lowest if there are several."""
     first, rank = FAR, 0
     for start in scratch.next_start:
         first = min(first, start)
@@ -159,7 +160,8 @@ def first_rank_to_start(scratch: ListScratch) -> int:
 
 @inlined
 def run_chosen_pass(tables: Tables, dispatch: Records, scratch: ListScratch, rank: int) -> int:
-    """Let `rank` run what it chose, a B that does not fit together with its W; the code that waits for the message, -1 if none does."""
+    """Runs the pass that `rank` chose; a B that does not fit alone runs together with its W. Returns the code that waits for the message,
+    -1 if none does."""
     state, m = scratch.ranks[rank], tables.microbatches
     code = state.choice
     of, one = tables.codes[code], scratch.next[code]
@@ -204,7 +206,8 @@ def until_next(dispatch: Records, rank: int, runs: int) -> float:
 
 @inlined
 def choose_next_pass(tables: Tables, dispatch: Records, lead: Floats, scratch: ListScratch, rank: int, strictly: bool) -> None:
-    """Write down what `rank` runs next and when, `FAR` if it has to wait: the most urgent F or B, or a W instead of it or before it."""
+    """Chooses the next pass of `rank` and its start, `FAR` if it has to wait. This is the most urgent F or B, or a W instead of it or
+    before it."""
     state, rule = scratch.ranks[rank], dispatch[rank]
     code, due, start = most_urgent(tables, dispatch, lead, scratch, rank, strictly)
     state.start = start
@@ -225,7 +228,7 @@ def choose_next_pass(tables: Tables, dispatch: Records, lead: Floats, scratch: L
 
 @inlined
 def oldest_weight(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int, float]:
-    """The pending W whose B was due first, and when that was."""
+    """Returns the pending W whose B was due first, and that due date."""
     best, best_due = -1, np.inf
     stages = len(tables.forwards)
     for at in range(tables.ranks[rank].forward, tables.ranks[rank].forward_stop):
@@ -238,9 +241,9 @@ def oldest_weight(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int,
 
 @inlined
 def most_urgent(tables: Tables, dispatch: Records, lead: Floats, scratch: ListScratch, rank: int, strictly: bool) -> tuple[int, float, int]:
-    """The F or B to run next by due date, when it is due and when it can start; (-1, inf, FAR) if none is ready.
+    """Returns the F or B to run next, its due date and its earliest start; (-1, inf, FAR) if none is ready.
 
-    With `strictly`, one that is due too long after the most urgent pass is left out, even if that one is not ready.
+    With `strictly`, a pass that is due too long after the most urgent pass is left out, even if the most urgent pass is not ready.
     """
     ready, urgent = list_ready(tables, lead, scratch, rank)
     latest = urgent + dispatch[rank].strict if strictly else np.inf
@@ -258,9 +261,10 @@ def most_urgent(tables: Tables, dispatch: Records, lead: Floats, scratch: ListSc
 
 @inlined
 def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) -> tuple[int, float]:
-    """Write into `scratch.ready` the F and B that `rank` could run; their number, and the first due date of all, ready or not.
+    """Writes the F and B that `rank` could run into `scratch.ready`. Returns their number and the earliest due date of all passes, ready or
+    not.
 
-    An F that is as far ahead as its lead allows is not one of them. From the last stage to the first, since an F must leave memory for the
+    An F that has used up its lead is not ready. From the last stage to the first, since an F must leave memory for the
     microbatches between it and the rank's last stage: `ahead` are the bytes that the one which has come furthest will still take.
     """
     state, stages = scratch.ranks[rank], len(tables.forwards)

@@ -38,15 +38,15 @@ class Rows(NamedTuple):
     where: Ints
     """The position of code c for microbatch j, at `c * microbatches + j`."""
     time: Ints
-    """The ns of code c for microbatch j, at the same place; a B in one piece with its W takes the time of both, and that W none."""
+    """The ns of code c for microbatch j, at the same index. A B joined with its W takes the time of both, and that W takes none."""
     held: Ints
-    """Bytes the rank holds once the pass has run, were all B and W apart."""
+    """Bytes that the rank holds after the pass if no B and W are joined."""
     end: Times
     """When the pass ends, in ns."""
     idle: Times
-    """The ns the rank has idled, up to the pass."""
+    """The idle time of the rank before the pass, in ns."""
     sampled: Any
-    """The noisy times, `SampledTimes`; an empty tuple where the times are those of the tables."""
+    """The noisy times, `SampledTimes`; an empty tuple if the times are those of the tables."""
 
 
 class PlayState(NamedTuple):
@@ -57,13 +57,13 @@ class PlayState(NamedTuple):
     blocked: Ints
     """The position of the pass whose message the next one waits for, or -1."""
     stack: Ints
-    """Room for the ranks that can go on."""
+    """Scratch space for the ranks that can continue."""
     clocks: Any
-    """Room for the `Clocks` of noisy samples; an empty tuple where the times are those of the tables."""
+    """Scratch space for the `Clocks` of noisy samples; an empty tuple if the times are those of the tables."""
 
 
 def initial_play_state(tables: Tables, rows: Rows) -> PlayState:
-    """The state in which every play of `rows` begins."""
+    """Returns the initial state of a play of `rows`."""
     first = tables.ranks["first"].copy()
     clocks = new_clocks(len(first), rows.end.shape[1]) if rows.end.ndim == 2 else ()
     return PlayState(first, np.zeros_like(first), np.zeros_like(first), clocks)
@@ -104,8 +104,8 @@ def number_microbatches(tables: Tables, rows: Rows, count: Ints) -> None:
 def update_held(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> bool:
     """Fill in `held` from position `start` up to `stop` of the row of `rank`; False if the rank's limit is passed there.
 
-    Where B and W may be joined, fills in `time`, too, from the position before `start` on; `stop` is then the end of the row or a
-    position whose pass has none before it that has changed.
+    If B and W may be joined, also fills in `time`, from the position before `start`. In this case, `stop` must be the end of the row, or a
+    position that follows an unchanged pass.
     """
     held = rows.held[start - 1] if start > tables.ranks[rank].first else 0
     for i in range(start, stop):
@@ -127,7 +127,7 @@ def update_held(tables: Tables, rows: Rows, rank: int, start: int, stop: int) ->
 
 @inlined
 def joined(tables: Tables, rows: Rows, rank: int, at: int) -> bool:
-    """Whether the pass at a position is a B in one piece with its W: the W comes next, and memory is too small for B alone."""
+    """Whether the pass at a position is a B joined with its W: the W comes next, and B alone exceeds the memory."""
     code, limit = rows.code[at], tables.ranks[rank].limit
     has_weight = tables.codes[code].successor == rows.code[at + 1] and rows.microbatch[at] == rows.microbatch[at + 1]
     return bool(tables.codes[code].grows > 0 and has_weight and rows.held[at] > limit)
@@ -146,11 +146,11 @@ def all_ranks_fit(tables: Tables, rows: Rows) -> bool:
 # would go through memory at every pass.
 @compiled
 def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: float, cutoff: float) -> tuple[Any, float]:
-    """Play every row from the head of its rank on, what stands before being played already, and move the heads to where it came.
+    """Plays every row from the head of its rank and advances the heads. Earlier passes must have been played.
 
-    Gives the time of the longest rank (span, or makespan if `from_start`) in ns and the cost: that time plus `share` times the sum over
-    ranks. With samples, the time is that by the measured times, and the cost is the mean over the noisy ones. Gives (-1, inf) where the
-    rows stop, and as soon as the cost must pass `cutoff` or, with samples, the measured time `most`.
+    Returns the time of the longest rank (span, or makespan if `from_start`) in ns and the cost: that time plus `share` times the sum over
+    ranks. With samples, the time is computed with the measured times, and the cost is the mean over the noisy samples. Returns (-1, inf) if
+    the rows deadlock, or as soon as the cost is sure to exceed `cutoff` or, with samples, the measured time `most`.
     """
     ranks, m = len(tables.ranks), tables.microbatches
     head, blocked, stack = state.head, state.blocked, state.stack
@@ -211,7 +211,7 @@ def makespan_of(tables: Tables, end: Times) -> int:
 
 
 def longest_time(tables: Tables, rows: Rows) -> int:
-    """Returns the time of the longest rank in ns, -1 if the rows stop."""
+    """Returns the time of the longest rank in ns, -1 if the rows deadlock."""
     return int(play_rows(tables, rows, initial_play_state(tables, rows), 0.0, np.inf, np.inf)[0])
 
 

@@ -36,20 +36,20 @@ _START = np.array([1.0, 0.0, 8.0, 1.0, 1.0, 3.0, 10.0])
 """The value of each parameter when a search switches it on."""
 
 _STEP = np.array([0.3, 1.0, 10.0, 1.0, 0.3, 3.0, 10.0])
-"""How far a change moves each parameter: the standard deviation of a change of the largest size is half of it."""
+"""The step size of each parameter. A change of the largest size has half of it as standard deviation."""
 
 
 MOST_UNGROUPED = 2
-"""Stages per rank up to which microbatches come one by one: there a search for groups finds nothing in the time it takes."""
+"""With at most this many stages per rank, microbatches start one by one, because searching for groups does not pay."""
 
 AS_1F1B = 0.5
-"""The lead with which ranks with one stage each are as far ahead of their B as with 1F1B; it is a good start for others, too."""
+"""The lead that gives 1F1B with one stage per rank. It is a good start for other numbers of stages, too."""
 
 
 def full_speed_policy(legs: int, allowance: float, lead: float) -> Floats:
     """The policy with every microbatch at full speed, one each period, and the same lead on all legs.
 
-    `allowance` is as in `DISPATCH`, and both are in units of a policy; `NEVER` switches either off.
+    `allowance` is as in `DISPATCH`. Both are in the units of a policy, and `NEVER` disables either.
     """
     policy = np.full(5 * legs + NUM_PARAMETERS, NEVER)
     policy[: 2 * legs] = 1.0
@@ -65,13 +65,13 @@ def full_speed_policy(legs: int, allowance: float, lead: float) -> Floats:
 
 
 GROUPED_PACE, GROUPED_PATIENCE, GROUPED_PATCH = 2.2, 0.7, 0.2
-"""Parameters of the policy with groups: of those tried on eight problems of the Zero Bubble paper's models, about the best on average."""
+"""Parameters of the policy with groups. On eight problems of the Zero Bubble paper's models, they were among the best on average."""
 
 
 def grouped_policy(legs: int, spread: float) -> Floats:
-    """The policy with a group of microbatches for every rank at once, each of them slow enough to let others pass in between.
+    """The policy that starts one group of microbatches, as many as ranks, at once. Each travels slowly enough for others to run in between.
 
-    For three or more stages per rank it is a far better start than full speed.
+    For three or more stages per rank, it is a far better starting point than full speed.
     """
     policy = full_speed_policy(legs, NEVER, AS_1F1B)
     policy[: 2 * legs] = GROUPED_PACE
@@ -82,19 +82,19 @@ def grouped_policy(legs: int, spread: float) -> Floats:
 
 
 def grouped_policies(legs: int) -> Floats:
-    """Policies with groups that a search begins with, a row each: none where ranks have few stages."""
+    """Returns the policies with groups that a search starts from, one per row. Empty if ranks have few stages."""
     return np.array([grouped_policy(legs, spread) for spread in (0.4, 0.6) if legs > MOST_UNGROUPED]).reshape(-1, 5 * legs + NUM_PARAMETERS)
 
 
 @inlined
 def legs_in(policy: Floats) -> int:
-    """The number of legs forward that a policy is for."""
+    """Returns the number of forward legs of a policy."""
     return len(policy) // 5 - 1
 
 
 @compiled
 def draw_policy(policy: Floats) -> None:
-    """Fill in a policy at random."""
+    """Fills in a random policy."""
     legs = legs_in(policy)
     draw_paces_and_rests(policy, legs)
     draw_leads(policy[4 * legs : 5 * legs])
@@ -105,7 +105,7 @@ def draw_policy(policy: Floats) -> None:
 
 @inlined
 def draw_paces_and_rests(policy: Floats, legs: int) -> None:
-    """Draw the pace and the rest of each leg, more often than not the same for all legs of one direction, and often full speed."""
+    """Draws the pace and the rest of each leg: usually the same for all legs of a direction, and often full speed."""
     alike = np.random.random() < 0.6
     for at in range(4 * legs):
         if alike and at % legs > 0:
@@ -118,7 +118,7 @@ def draw_paces_and_rests(policy: Floats, legs: int) -> None:
 
 @inlined
 def draw_leads(lead: Floats) -> None:
-    """Draw the leads, half the time none, and more often than not the same for all legs but the first."""
+    """Draws the leads: half of the time none, and usually the same for all legs except the first."""
     limited, alike = np.random.random() < 0.5, np.random.random() < 0.6
     for leg in range(len(lead)):
         if not limited:
@@ -131,7 +131,7 @@ def draw_leads(lead: Floats) -> None:
 
 @inlined
 def draw_parameters(parameters: Floats) -> None:
-    """Draw the parameters of the dispatching rule, each switched off as often as it helps to do without it."""
+    """Draws the parameters of the dispatching rule. Each is disabled with its own probability."""
     for at in range(len(parameters)):
         parameters[at] = NEVER
     parameters[PERIOD] = 1.0
@@ -156,7 +156,7 @@ def draw_parameters(parameters: Floats) -> None:
 
 @inlined
 def draw_groups(parameters: Floats) -> None:
-    """Draw groups of microbatches, a bit more often than none."""
+    """Draws groups of microbatches, slightly more often than no groups."""
     if np.random.random() < 0.6:
         parameters[GROUP] = draw_group()
         parameters[SPREAD] = np.random.random()
@@ -164,13 +164,13 @@ def draw_groups(parameters: Floats) -> None:
 
 @inlined
 def draw_group() -> float:
-    """The microbatches of a group for each rank: often one, with which a group has gone once over the ranks when the next one comes."""
+    """Draws the microbatches of a group per rank. Often it is one: a group has then passed all ranks once when the next one starts."""
     return 1.0 if np.random.random() < 0.5 else 2 * np.random.random()
 
 
 @compiled
 def perturb_policy(policy: Floats) -> None:
-    """Change one to three numbers of `policy` a little: a neighborhood move of the search over policies."""
+    """Changes one to three numbers of `policy` slightly: a neighborhood move of the search over policies."""
     legs = legs_in(policy)
     pace, rest = policy[: 2 * legs], policy[2 * legs : 4 * legs]
     lead, parameters = policy[4 * legs : 5 * legs], policy[5 * legs :]
@@ -206,7 +206,7 @@ def perturb_policy(policy: Floats) -> None:
 
 @inlined
 def perturb_groups(parameters: Floats) -> None:
-    """Change the groups of microbatches a little, less often than not."""
+    """Sometimes changes the groups of microbatches slightly."""
     kind = np.random.random()
     if kind < 0.05:
         parameters[GROUP] = draw_group()
@@ -219,7 +219,7 @@ def perturb_groups(parameters: Floats) -> None:
 
 @compiled
 def cross_policies(policy: Floats, other: Floats) -> None:
-    """Take some numbers of `policy` from `other`, and half the time change the outcome a little."""
+    """Copies some numbers of `other` into `policy`, and half of the time changes the result slightly."""
     searched = len(policy) if legs_in(policy) > MOST_UNGROUPED else len(policy) - 2  # GROUP and SPREAD are the last
     for at in range(searched):
         if np.random.random() < 0.3:
@@ -229,7 +229,7 @@ def cross_policies(policy: Floats, other: Floats) -> None:
 
 
 def for_twice_the_ranks(policies: Floats) -> Floats:
-    """`policies`, a row each, with rests twice as long, which is what they may mean on twice as many ranks."""
+    """Returns `policies`, one per row, with rests twice as long, for twice as many ranks."""
     legs, wider = policies.shape[1] // 5 - 1, policies.copy()
     wider[:, 2 * legs : 4 * legs] *= 2
     return wider

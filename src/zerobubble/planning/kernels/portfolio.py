@@ -25,7 +25,7 @@ TEMPERATURES = (0.02, 0.01, 0.05, 0.004)
 """Starting temperatures of annealing runs in turn, in mean pass times; each falls to a tenth."""
 
 HOT_TEMPERATURES = (0.3, 1.0)
-"""Those that only small problems have the time for."""
+"""Starting temperatures for which only small problems have time."""
 
 SMALL = 1000
 """Passes of a small problem."""
@@ -34,13 +34,13 @@ ANNEALED_SEEDS = 3
 """Seeds that are annealed."""
 
 RANDOM_POLICIES = 20
-"""Policies tried at random where no seed fits, unless the problem is large: then each takes long, and coarser problems find better ones."""
+"""Random policies tried if no seed fits. Large problems skip them: each takes long, and coarser problems find better ones."""
 
 NEAR_BOUND = 1.02
 """Seeds up to this multiple of the bound get a long annealing first."""
 
 LARGE = 50_000
-"""Passes from which the list scheduler is too slow to learn much on the problem itself."""
+"""Above this number of passes, the list scheduler is too slow to learn much on the problem itself."""
 
 
 def search_portfolio(state: SearchState, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
@@ -67,7 +67,7 @@ def search_portfolio(state: SearchState, problem: Problem, seeds: Sequence[Ints]
 
 
 def _first_turn(state: SearchState, near_bound: bool) -> tuple[int, int]:
-    """The moves of annealing and the tries of policies in the first turn, fewer where they take long."""
+    """Returns the annealing moves and the policy tries of the first turn, fewer if they take long."""
     size = state.tables.size
     moves = max(20_000, 12 * size) if near_bound or size <= SMALL else 60_000_000 // size
     tries = max(20, moves // 80 if near_bound else min(1000, 1_000_000 // size))
@@ -75,7 +75,7 @@ def _first_turn(state: SearchState, near_bound: bool) -> tuple[int, int]:
 
 
 def _take_turns(state: SearchState, pool: PolicyPool, seeds: Sequence[Ints], near_bound: bool, moves: int, tries: int) -> None:
-    """Policies, a seed, due dates and the best order in turn, with twice the effort each time, until the search is over."""
+    """Searches policies, a seed, due dates and the best order in turn, each time with twice the effort, until the search is over."""
     turn = 0
     while not state.done:
         state.improve_policies(pool, tries)
@@ -107,7 +107,8 @@ def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float
 
 
 def _first_order(state: SearchState) -> None:
-    """A few passes of the list scheduler; failing that, one microbatch after the other, which fits if anything does."""
+    """Returns an order that fits: from a few runs of the list scheduler or, if they fail, one microbatch after the other. If that does not
+    fit, nothing does."""
     fresh = RANDOM_POLICIES if state.tables.size <= LARGE else 0
     legs = num_legs(state.tables)
     start = grouped_policy(legs, 0.5) if legs > MOST_UNGROUPED else full_speed_policy(legs, NEVER, AS_1F1B)

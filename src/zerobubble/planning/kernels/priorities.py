@@ -16,21 +16,22 @@ class Priorities(NamedTuple):
     """The priorities of the list scheduler."""
 
     due: Floats
-    """When each code is due for microbatch 0, in ns."""
+    """The due date of each code for microbatch 0, in ns."""
     dispatch: Records
     """The parameters of the dispatching rule, a `DISPATCH` for each rank."""
     lead: Floats
-    """Of each code of F, by how many microbatches its rank may be ahead on it of the next leg there, or else of its B."""
+    """For each code of F, the number of microbatches by which its rank may run ahead of the next leg there, or on the last leg ahead of its
+    B."""
 
 
 def empty_priorities(tables: Tables) -> Priorities:
-    """Room for the priorities of a problem."""
+    """Returns buffers for the priorities of a problem."""
     return Priorities(np.zeros(len(tables.codes)), np.zeros(len(tables.ranks), DISPATCH), np.zeros(len(tables.codes)))
 
 
 @compiled
 def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, priorities: Priorities) -> None:
-    """Fill in `priorities` with what `policy` means for a problem whose longest rank takes at least `bound` ns."""
+    """Computes the `priorities` of `policy` for a problem whose longest rank takes at least `bound` ns."""
     legs = legs_in(policy)
     mean = mean_pass(tables)
     busiest = busiest_work(tables)
@@ -62,7 +63,7 @@ def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, prioriti
 
 @inlined
 def apply_leads(tables: Tables, leads: Floats, mean: float, lead: Floats) -> None:
-    """Fill in `lead` with what the leads of a policy mean, where a pass takes `mean` ns on average."""
+    """Computes `lead` from the leads of a policy; a pass takes `mean` ns on average."""
     clock = 0.0
     for code in tables.chain:
         lead[code] = clock
@@ -78,7 +79,7 @@ def apply_leads(tables: Tables, leads: Floats, mean: float, lead: Floats) -> Non
 
 @inlined
 def date_weights(due: Floats) -> None:
-    """Let each W be due when its B is; codes are those of F, then of B, then of W."""
+    """Sets the due date of each W to that of its B. Codes of F come first, then those of B, then those of W."""
     third = len(due) // 3
     for back in range(third, 2 * third):
         due[back + third] = due[back]
@@ -95,7 +96,7 @@ def mean_pass(tables: Tables) -> float:
 
 @compiled
 def busiest_work(tables: Tables) -> int:
-    """The ns the busiest rank works."""
+    """Returns the work of the busiest rank in ns."""
     most = 0
     for rank in range(len(tables.ranks)):
         most = max(most, tables.ranks[rank].work)
@@ -103,7 +104,7 @@ def busiest_work(tables: Tables) -> int:
 
 
 def legs_of(tables: Tables) -> Ints:
-    """For each code of F and B, the leg it belongs to: how many stages of its rank a microbatch passes before it.
+    """Returns the leg of each code of F and B: the number of stages of its rank that a microbatch visits before it.
 
     The legs back are counted after all legs forward.
     """
@@ -122,7 +123,7 @@ def num_legs(tables: Tables) -> int:
 
 @inlined
 def copy_priorities(priorities: Priorities, old: Priorities) -> None:
-    """Let `priorities` say what `old` says."""
+    """Copies `old` into `priorities`."""
     for code in range(len(old.due)):
         priorities.due[code] = old.due[code]
         priorities.lead[code] = old.lead[code]
@@ -132,9 +133,8 @@ def copy_priorities(priorities: Priorities, old: Priorities) -> None:
 
 @compiled
 def perturb_priorities(tables: Tables, priorities: Priorities, old: Priorities) -> None:
-    """Fill in `priorities` with `old`, moved a little: the due dates of some passes in a row, or a parameter of some ranks in a row.
-
-    This is the neighborhood move of the search over due dates.
+    """Writes a neighbor of `old` into `priorities`: changes the due dates of some consecutive passes, or a parameter of some consecutive
+    ranks.
     """
     copy_priorities(priorities, old)
     size = (4.0, 1.0, 0.3, 0.1)[np.random.randint(4)] * mean_pass(tables)
@@ -156,7 +156,7 @@ def perturb_priorities(tables: Tables, priorities: Priorities, old: Priorities) 
 
 @compiled
 def random_ramp(count: int, size: float) -> tuple[int, int, float, float]:
-    """Returns a random stretch of `count` passes, and what to add to its first and to its last: the same, or an increasing amount."""
+    """Returns a random run of `count` passes, and the changes of its first and its last due date."""
     start = np.random.randint(count)
     last = np.random.normal(0, size)
     return start, min(count, start + np.random.randint(1, count + 1)), last if np.random.random() < 0.5 else 0.0, last

@@ -12,7 +12,7 @@ from zerobubble.planning.kernels.priorities import Priorities, apply_policy, cop
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 
 CROSSED = 0.5
-"""The share of tries that cross two policies of the pool."""
+"""The fraction of tries that cross two policies of the pool."""
 
 MEAN_OF_POLICIES = 0.02
 """Weight of the mean time of a rank in the cost of a policy; that of the longest rank is 1."""
@@ -36,7 +36,7 @@ def cost_of(tables: Tables, priorities: Priorities, scratch: ListScratch, weight
 
 @compiled
 def first_largest(costs: Floats) -> int:
-    """The place of the first NaN or, if there is none, of the first of the largest."""
+    """Returns the index of the first NaN or, if there is none, of the first largest value."""
     largest = 0
     for at in range(len(costs)):
         if np.isnan(costs[at]):
@@ -61,10 +61,12 @@ def search_policies(
     tries: int,
     fresh: int,
 ) -> tuple[int, int]:
-    """Try `tries` policies: the first `fresh` at random, the rest near those in the `pool`. Better ones replace those of the pool.
+    """Tries `tries` policies: the first `fresh` are random, the others are near those in the `pool`. Better policies replace those of the
+    pool.
 
     A policy of the pool whose cost is unknown (NaN) is tried first. `goal` is the longest time of a rank in the order `best`. The search
-    ends at `bound`. `leg` is that of `legs_of`, and `policy` a buffer. Returns the goal, which a better order replaces, and the tries made.
+    ends at `bound`. `leg` is the result of `legs_of`, and `policy` is a buffer. Returns the goal, which is lower if a better order was
+    found, and the number of tries.
     """
     for attempt in range(tries):
         if goal <= bound:
@@ -105,10 +107,10 @@ def search_dates(
     done: float,
     tries: int,
 ) -> tuple[int, int]:
-    """Improve the due dates `priorities` by `tries` small changes. Early on, slightly worse ones are accepted, too.
+    """Improves the due dates `priorities` by `tries` small changes. Early in the search, slightly worse ones are accepted, too.
 
-    `best`, `goal` and `bound` are as in `search_policies`, and so is the result. `done` is the share of the search that is over, and `new`
-    a buffer.
+    `best`, `goal`, `bound` and the result are as in `search_policies`. `done` is the fraction of the search that is over, and `new` is a
+    buffer.
     """
     cost, longest = cost_of(tables, priorities, scratch, MEAN_OF_DATES)
     for attempt in range(tries):

@@ -31,7 +31,7 @@ KINDS = (*PLANNED, Kind.R)
 RECOMPUTE = KINDS.index(Kind.R)
 
 CHANGES, MOVES = 2, 40
-"""Numbers of changes of recomputation, and of moves of passes, in turn."""
+"""Changes of recomputation and moves of passes that alternate."""
 
 OTHER_LEVEL, EXCHANGE = 0.15, 0.4
 """Fraction of changes that give a stage another level, and of those that also exchange the recomputation with another forward of the rank.
@@ -44,7 +44,7 @@ FIRST_MOVES = 20_000
 """Moves of the first run, or twelve per pass if that is more. Each later run has twice as many."""
 
 HOT_TEMPERATURES = (1.0, 0.5, 2.0)
-"""Temperatures of runs on small problems, in mean pass times. Changes of recomputation need higher ones than moves."""
+"""Temperatures of runs on small problems, in mean pass times. Changes of recomputation need higher temperatures than moves."""
 
 LONGEST_RUN = 0.4
 """Fraction of the budget after which a run ends."""
@@ -59,7 +59,7 @@ class Choice(NamedTuple):
     time: Ints
     """The ns of R of stage s at level l, at `l * stages + s`."""
     kept: Ints
-    """The bytes that a recomputed forward keeps, at the same places."""
+    """The bytes that a recomputed forward keeps, at the same indices."""
     saved: Ints
     """The bytes that a forward of each stage saves."""
     level: Ints

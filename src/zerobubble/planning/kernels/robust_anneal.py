@@ -20,22 +20,22 @@ from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 SAMPLES = 31
-"""Noisy samples; with half as many, orders suit the samples and nothing else."""
+"""The number of noisy samples. With half as many, orders overfit the samples."""
 
 FRESH_SAMPLES = 7
-"""How many times as many samples judge what was found."""
+"""The result is judged on this many times as many samples."""
 
 TEMPERATURES = (0.01, 0.003)
 """Starting temperatures in turn, in mean pass times; each falls to a tenth."""
 
 RESTARTS = 12
-"""How often annealing restarts from the best."""
+"""The number of restarts from the best order."""
 
 MEAN_RANK = 0.03
 """Weight of the mean rank in the cost, relative to the longest."""
 
 CHUNK_PASSES = 400_000
-"""Passes of moved schedules between two looks at the clock."""
+"""Passes of moved schedules between two checks of the clock."""
 
 
 class SampledObjective(NamedTuple):
@@ -46,8 +46,8 @@ class SampledObjective(NamedTuple):
 
 
 class RobustResult(NamedTuple):
-    """What was found: the number of the first of the shortest orders, the order that stands noise better than that one, None if there is
-    none, and the objectives of both on fresh samples."""
+    """The result: the index of the first of the shortest orders, an order that is more robust to noise (None if there is none), and the
+    objectives of both on fresh samples."""
 
     first: int
     order: Ints | None
@@ -85,7 +85,8 @@ def _on_fresh_samples(tables: Tables, order: Ints, error: float, seed: int) -> S
 
 
 def draw_samples(tables: Tables, error: float, seed: tuple[int, ...]) -> SampledTimes:
-    """The times as measured, then samples with a normal factor of standard deviation `error` for each pass, in whole ns from 0 on."""
+    """Returns the measured times, then samples with a normal factor of standard deviation `error` for each pass, as integers of at least 0
+    ns."""
     measured = tables.time[:, None]
     factors = np.random.default_rng(seed).normal(1, error, (tables.size, SAMPLES))
     duration = np.hstack((measured, np.maximum(0, np.rint(measured * factors))))
@@ -102,7 +103,7 @@ def sampled_objective(tables: Tables, sampled: SampledTimes, order: Ints) -> Sam
 
 
 def anneal_from_best(tables: Tables, sampled: SampledTimes, best: Ints, most: float, random: Random, budget: BudgetMeter) -> None:
-    """Replace the order `best` by better ones that take at most `most` ns by the measured times, until the budget is spent."""
+    """Replaces the order `best` by better ones until the budget is spent. With the measured times, they take at most `most` ns."""
     goal, mean, moves = np.inf, mean_pass(tables), max(100, CHUNK_PASSES // tables.size)
     share = MEAN_RANK / len(tables.ranks)
     for turn in range(RESTARTS):
@@ -116,7 +117,7 @@ def anneal_from_best(tables: Tables, sampled: SampledTimes, best: Ints, most: fl
 
 
 def play_sampled(tables: Tables, sampled: SampledTimes, order: Ints) -> tuple[Rows, float]:
-    """The rows of `order`, played on the samples, and their cost."""
+    """Plays `order` on the samples. Returns the rows and their cost."""
     rows = rows_of(tables, order, sampled)
     all_ranks_fit(tables, rows)
     _, cost = play_rows(tables, rows, initial_play_state(tables, rows), MEAN_RANK / len(tables.ranks), np.inf, np.inf)

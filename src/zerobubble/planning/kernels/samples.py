@@ -22,11 +22,11 @@ from zerobubble.planning.kernels.compiled import inlined
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 
 Times = NDArray[Any]
-"""ns: whole numbers along one axis, or floating point numbers with a second axis for the samples."""
+"""Times in ns: integers along one axis, or floats with a second axis for the samples."""
 
 
 class SampledTimes(NamedTuple):
-    """Noisy times in ns, a column per sample; column 0 has the times as measured."""
+    """Noisy times in ns, a column per sample; column 0 has the measured times."""
 
     duration: Floats
     """The time of each pass: code c for microbatch j at `c * microbatches + j`."""
@@ -35,16 +35,16 @@ class SampledTimes(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """Room for the clocks of a play, in ns: a value, or a column, per sample."""
+    """Scratch space for the clocks of a play, in ns: one value or column per sample."""
 
     free: Floats
-    """When the rank being played is free."""
+    """The time when the current rank is free."""
     idle: Floats
-    """How long the rank being played has idled."""
+    """The idle time of the current rank."""
     longest: Floats
-    """The time of the longest rank, as far as it is known."""
+    """The time of the longest rank so far."""
     length: Floats
-    """The time of each rank, as far as it is known."""
+    """The time of each rank so far."""
 
 
 def new_clocks(ranks: int, samples: int) -> Clocks:
@@ -54,7 +54,7 @@ def new_clocks(ranks: int, samples: int) -> Clocks:
 
 @inlined
 def draw_sample(values: Times) -> int:
-    """A noisy sample at random; 0, and nothing is drawn, with the times as measured alone."""
+    """Returns the index of a random noisy sample. With measured times only, returns 0 without drawing."""
     if values.ndim == 1:
         return 0
     return np.random.randint(1, values.shape[1])
@@ -62,7 +62,7 @@ def draw_sample(values: Times) -> int:
 
 @inlined
 def in_sample(values: Times, at: int, sample: int) -> Any:
-    """The value at a position in one sample; sample 0 has the times as measured."""
+    """Returns the value at a position in one sample; sample 0 has the measured times."""
     if values.ndim == 1:
         return values[at]
     return values[at, sample]
@@ -70,7 +70,7 @@ def in_sample(values: Times, at: int, sample: int) -> Any:
 
 @inlined
 def copy_times(into_end: Times, into_idle: Times, end: Times, idle: Times, start: int, stop: int) -> None:
-    """Copy both times of the positions from `start` up to `stop`: in one loop, since most stretches are too short for two."""
+    """Copies both times of the positions from `start` to `stop` in one loop, because most ranges are too short for two."""
     if end.ndim == 1:
         for at in range(start, stop):
             into_end[at] = end[at]
@@ -84,9 +84,10 @@ def copy_times(into_end: Times, into_idle: Times, end: Times, idle: Times, start
 
 @inlined
 def known_times(tables: Tables, head: Ints, idle: Times, sampled: Any, clocks: Any, share: float) -> Any:
-    """The time of the longest rank and the sum over ranks, as far as rows are played up to their heads: no rank can take less.
+    """Returns the time of the longest rank and the sum over ranks, for rows played up to their heads. Both are lower bounds on the complete
+    play.
 
-    With samples, fills in the clocks and gives those of the longest rank and the sum of the costs over the noisy samples.
+    With samples, fills in the clocks and returns those of the longest rank and the sum of the costs over the noisy samples.
     """
     if idle.ndim == 1:
         most, total = 0, 0
@@ -112,7 +113,7 @@ def known_times(tables: Tables, head: Ints, idle: Times, sampled: Any, clocks: A
 
 @inlined
 def begin_visit(end: Times, idle: Times, at: int, first: int, clocks: Any) -> Any:
-    """When a rank whose row starts at `first` is free to run the pass at position `at`, and how long it has idled until then."""
+    """Returns when a rank whose row starts at `first` can run the pass at position `at`, and its idle time until then."""
     if end.ndim == 1:
         if at == first:
             return 0, 0
@@ -125,10 +126,10 @@ def begin_visit(end: Times, idle: Times, at: int, first: int, clocks: Any) -> An
 
 @inlined
 def wait_for(end: Times, at: int, lag: int, counts: bool, free: Any, idle: Any, work: int, longest: Any, total: Any) -> Any:
-    """Let a rank wait for the message of the pass at position `at`, which takes `lag` ns.
+    """Makes a rank wait for the message of the pass at position `at`, which takes `lag` ns.
 
-    Gives whether the known cost grew, and `free`, `idle`, `longest` and `total` after it. The wait is idle time only if it `counts`.
-    With samples, the cost is brought up to date at the end of a visit (`end_visit`), since that takes as long as a pass.
+    Returns whether the known cost grew, and the new `free`, `idle`, `longest` and `total`. The wait is idle time only if it `counts`.
+    With samples, the cost is updated at the end of a visit (`end_visit`), because an update takes as long as a pass.
     """
     if end.ndim == 1:
         gap = end[at] + lag - free
@@ -146,7 +147,7 @@ def wait_for(end: Times, at: int, lag: int, counts: bool, free: Any, idle: Any, 
 
 @inlined
 def exceeds(end: Times, longest: Any, total: Any, share: float, cutoff: float) -> bool:
-    """Whether the cost with the times as measured is above `cutoff`; False with samples, for which `is_refused` asks."""
+    """Whether the cost with the measured times is above `cutoff`. Always False with samples, which `is_refused` checks."""
     if end.ndim == 1:
         return longest + share * total > cutoff
     return False
@@ -154,7 +155,7 @@ def exceeds(end: Times, longest: Any, total: Any, share: float, cutoff: float) -
 
 @inlined
 def run_ahead(end: Times, free: Any, ahead: int) -> Any:
-    """When a rank is free after the R right before a pass, which takes `ahead` ns; samples of noise have no R."""
+    """Returns when a rank is free after the R right before a pass; the R takes `ahead` ns. Noisy samples have no R."""
     if end.ndim == 1:
         return free + ahead
     return free
@@ -162,7 +163,7 @@ def run_ahead(end: Times, free: Any, ahead: int) -> Any:
 
 @inlined
 def run_pass(end: Times, idle: Times, sampled: Any, at: int, one: int, time: int, free: Any, idled: Any) -> Any:
-    """Run the pass at position `at`, which is number `one` among the sampled times, and note its times; when its rank is free."""
+    """Runs the pass at position `at`, which has index `one` in the sampled times, and records its times. Returns when its rank is free."""
     if end.ndim == 1:
         end[at] = free + time
         idle[at] = idled
@@ -176,7 +177,7 @@ def run_pass(end: Times, idle: Times, sampled: Any, at: int, one: int, time: int
 
 @inlined
 def end_visit(end: Times, sampled: Any, rank: int, clocks: Any, share: float, total: Any) -> Any:
-    """With samples, bring the clocks up to date with what `rank` has idled; the sum of the costs then. One sample has nothing to do."""
+    """With samples, adds the idle time of `rank` to the clocks. Returns the sum of the costs. One sample has nothing to do."""
     if end.ndim == 1:
         return total
     longest, length = clocks.longest, clocks.length
@@ -222,7 +223,7 @@ def duration_of(time: Ints, end: Times, sampled: Any, one: int, sample: int) -> 
 
 @inlined
 def time_of_rank(tables: Tables, idle: Times, sampled: Any, rank: int, sample: int) -> Any:
-    """How long a rank takes in a sample, played to the end."""
+    """Returns the time of a rank in a sample that has been played completely."""
     if idle.ndim == 1:
         return tables.ranks[rank].work + idle[tables.ranks[rank].stop - 1]
     return sampled.work[rank, sample] + idle[tables.ranks[rank].stop - 1, sample]

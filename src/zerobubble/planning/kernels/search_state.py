@@ -16,15 +16,15 @@ from zerobubble.planning.kernels.priority_search import search_dates, search_pol
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 
 ANNEALED_PASSES, LISTED_PASSES = 3_000_000, 300_000
-"""Passes of moved schedules, and of listed ones, between two looks at the clock: some hundredths of a second."""
+"""Passes of moved schedules, and of list schedules, between two checks of the clock: some hundredths of a second."""
 
 REFUSED_PER_PLAY = 16
-"""Rejected moves, not played, that cost a search by few evaluations as much as one schedule."""
+"""The number of moves rejected without a play that count as one schedule in a search with few evaluations."""
 
 
 @dataclass
 class BudgetMeter:
-    """The budget of a search: seconds, or a number of schedules for reproducible results. `stops` is checked at every look at the meter."""
+    """The budget of a search: seconds, or a number of schedules for reproducible results. `stops` is checked whenever the meter is read."""
 
     seconds: float
     evaluations: int | None
@@ -80,7 +80,8 @@ class SearchState:
         self._leg, self._scratch, self._priorities = legs_of(tables), list_scratch(tables), empty_priorities(tables)
 
     def with_tables(self, tables: Tables, budget: BudgetMeter) -> SearchState:
-        """The search with other tables of the same problem, in which the best rows take no longer, and another budget."""
+        """Returns a search with other tables of the same problem and another budget. The best rows must take no longer with these
+        tables."""
         other = SearchState(tables, self.bound, budget, self.report)
         other.order, other.time, other.makespan, other.how = self.order, self.time, self.makespan, self.how
         return other
@@ -90,7 +91,7 @@ class SearchState:
         return self.time <= self.bound or self.budget.spent >= 1
 
     def offer(self, order: Ints, how: str) -> int:
-        """Play `order` and keep it if it is the best; its longest time, -1 if it stops or does not fit."""
+        """Plays `order` and keeps it if it is the best. Returns its longest time, -1 if it deadlocks or does not fit."""
         rows = self.played(order)
         if rows is None:
             return -1
@@ -99,7 +100,7 @@ class SearchState:
         return longest
 
     def played(self, order: Ints) -> Rows | None:
-        """The rows of `order` with their times; None if they stop or do not fit."""
+        """Returns the rows of `order` with their times; None if they deadlock or do not fit."""
         self.budget.used += 1
         rows = rows_of(self.tables, order)
         if not all_ranks_fit(self.tables, rows):
@@ -108,7 +109,7 @@ class SearchState:
         return rows if longest >= 0 else None
 
     def _times_of_ranks(self, rows: Rows) -> Ints:
-        """How long each rank takes in rows that have been played, in ns."""
+        """Returns the time of each rank in rows that have been played, in ns."""
         times: Ints = self.tables.ranks["work"] + rows.idle[self.tables.ranks["stop"] - 1]
         return times
 
@@ -120,14 +121,13 @@ class SearchState:
                 self.report(longest, how)
 
     def _keep_listed(self, order: Ints, longest: int, how: str) -> None:
-        """Keep what the list scheduler made, if it is the best."""
+        """Keeps the order from the list scheduler if it is the best."""
         if longest < self.time and (rows := self.played(order)) is not None:
             self._keep(order, longest, int(makespan_of(self.tables, rows.end)), how)
 
     def improve_policies(self, pool: PolicyPool, tries: int, fresh: int = 0) -> None:
-        """Try what is in the pool and not known, then `fresh` policies at random, then some near those of the pool, which gets better.
-
-        A few are tried even where the budget is spent.
+        """Tries the policies of the pool whose cost is unknown, then `fresh` random ones, then some near those of the pool, and improves
+        the pool. Tries a few even if the budget is spent.
         """
         best, policy, tried = np.empty(self.tables.size, np.int64), np.empty(pool.policies.shape[1]), 0
         while tried == 0 or (tried < tries and not self.done):

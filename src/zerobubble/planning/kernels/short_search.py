@@ -15,22 +15,22 @@ from zerobubble.planning.kernels.tables import order_of
 from zerobubble.planning.problem.problem import Problem
 
 FEW = 5_000
-"""Evaluations below which this is better than the portfolio."""
+"""With fewer evaluations than this, the short search is better than the portfolio."""
 
 SMALL = 1000
-"""The most passes for which it is: above, hundreds of moves hardly change a schedule."""
+"""The most passes for a short search. In larger schedules, hundreds of moves change hardly anything."""
 
 OF_POLICIES, OF_BEAM = 0.1, 0.15
 """Fractions of the evaluations for policies and for the beam."""
 
 MOST_PLACED = 6_000
-"""The most passes that the beam places, in plain Python: more take over a quarter of a second."""
+"""The most passes that the beam places. It is plain Python, so more would take over a quarter of a second."""
 
 PER_WIDTH = 0.75
-"""Mean number of schedules of passes that the beam places per partial schedule it keeps; many are duplicates."""
+"""The work of the beam per partial schedule kept, in passes of complete schedules. Many extensions are duplicates."""
 
 NARROW = 4
-"""Partial schedules below which the beam finds nothing that policies do not."""
+"""A beam with fewer partial schedules finds nothing better than policies do."""
 
 TEMPERATURES = (0.1, 0.3, 0.05, 1.0)
 """Starting temperatures of the annealing runs in turn, in mean pass times."""

@@ -1,8 +1,8 @@
 """List scheduling for microbatches of unequal cost: a rank admits a forward only if it can still complete all its microbatches.
 
 A rank may hold any microbatches that it can complete one after another, in the order of the row, each in the memory that the previous ones
-free. This is the banker's algorithm of operating systems, and no such order runs into a dead end of memory. The search chooses the order of
-the microbatches, and how eagerly ranks fill memory and run W. Each try is one list schedule.
+free. This is the banker's algorithm of operating systems. It guarantees that memory never blocks an order for good. The search chooses the
+order of the microbatches, and how eagerly ranks fill memory and run W. Each try is one list schedule.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ FILL, GAP, WAIT = 0, 1, 2
 that W fills; how long a rank waits for a B rather than start an F, in mean pass times of the schedule."""
 
 LISTED_PASSES = 200_000
-"""Passes of listed schedules between two looks at the clock: some hundredths of a second."""
+"""Passes of list schedules between two checks of the clock: some hundredths of a second."""
 
 HOT, COLD = 0.02, 0.0005
 """Temperatures at the beginning and at the end of the search, as shares of the time of the schedule."""
 
 
 class Listing(NamedTuple):
-    """Room for one list schedule, and its `order`: made once for a problem."""
+    """Scratch space for one list schedule, and its `order`. It is created once per problem."""
 
     order: Ints
     runs: Ints
-    """How often each code has run."""
+    """The number of passes run of each code."""
     end: Ints
-    """When code c ended for the microbatch in place j, at `c * microbatches + j`; `FAR` before."""
+    """The end of code c for the microbatch in place j, at `c * microbatches + j`; `FAR` until it has run."""
     queue: Ints
-    """The codes of W whose B has run, in that order, at the places of their rank's row."""
+    """The codes of W whose B has run, in the order of these B, at the positions of their rank's row."""
     ranks: NDArray[np.void]
 
 
@@ -66,7 +66,7 @@ def listing(tables: Tables) -> Listing:
 def search_assignments(
     tables: Tables, starts: Sequence[Sequence[int]], bound: int, budget: BudgetMeter, seed: int, most: int
 ) -> list[JointOrder]:
-    """The best orders that list scheduling finds, best first, not more than `most`: first those of `starts`, then what is near the best.
+    """Returns up to `most` of the best orders found by list scheduling, best first. The search tries `starts`, then neighbors of the best.
 
     `tables` have the microbatches in the order of their numbers. With an empty budget only `starts` are tried.
     """
@@ -159,7 +159,7 @@ def improve_assignment(
 
 @compiled
 def rotate(tables: Tables, assignment: Ints, start: int, stop: int) -> None:
-    """Let the microbatch in one place take another one, past those between."""
+    """Moves the microbatch in one place to another, past those in between."""
     step = 1 if stop > start else -1
     at = start
     while at != stop:
@@ -169,7 +169,8 @@ def rotate(tables: Tables, assignment: Ints, start: int, stop: int) -> None:
 
 @compiled
 def list_by_size(tables: Tables, policy: Floats, mean: float, scratch: Listing) -> tuple[int, float]:
-    """Write the schedule of a policy into `scratch.order`; the time of the longest rank and the sum over ranks (ns), -1 if none."""
+    """Writes the schedule of a policy into `scratch.order`. Returns the time of the longest rank and the sum over ranks (ns), or -1 if
+    there is no schedule."""
     for code in range(len(tables.codes)):
         scratch.runs[code] = 0
     for at in range(len(scratch.end)):
@@ -206,7 +207,7 @@ def list_by_size(tables: Tables, policy: Floats, mean: float, scratch: Listing) 
 
 @inlined
 def run(tables: Tables, scratch: Listing, rank: int) -> int:
-    """Let `rank` run what it chose; the code that waits for its message, -1 if none does."""
+    """Runs the pass that `rank` chose. Returns the code that waits for its message, -1 if none does."""
     state, m = scratch.ranks[rank], tables.microbatches
     code = state.choice
     one = code * m + scratch.runs[code]
@@ -232,7 +233,7 @@ def run(tables: Tables, scratch: Listing, rank: int) -> int:
 
 @compiled
 def choose(tables: Tables, policy: Floats, mean: float, scratch: Listing, rank: int) -> None:
-    """Find what `rank` runs next, and when."""
+    """Chooses the next pass of `rank` and its start."""
     state, m, limit = scratch.ranks[rank], tables.microbatches, tables.ranks[rank].limit
     weight = -1
     if state.weight_from < state.weight_to:

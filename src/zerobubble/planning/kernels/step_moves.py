@@ -45,7 +45,7 @@ INTO_GAP, ON_PATH = 0.4, 0.45
 """Fractions of the other moves that pull a step into idle time, and that move a step of the critical path."""
 
 ALONE = 0.5
-"""Fraction of paired F's that are then alone; the others join another pair at once."""
+"""Fraction of split pairs whose F then stays alone; other F's join another pair at once."""
 
 TEMPERATURES, HOT_TEMPERATURES = (0.05, 0.02, 0.2, 0.01), (0.3, 1.0)
 """Starting temperatures of runs in turn, in mean pass times; each falls to a tenth."""
@@ -111,7 +111,7 @@ def anneal_in_steps(problem: Problem, schedules: Sequence[Schedule], bound: int,
 
 
 def play_in_steps(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
-    """Returns span and makespan of `schedule` in ns, -1 if it cannot run, and whether it fits the limits."""
+    """Returns the span and makespan of `schedule` in ns (-1 if it cannot run), and whether it fits the limits."""
     spans, makespans = (step_tables(replace(problem, objective=aim)) for aim in (Objective.PERIOD, Objective.MAKESPAN))
     rows = step_rows(spans, schedule)
     span, makespan = (int(play_steps(tables, rows, new_play(tables), 0.0, np.inf)[0]) for tables in (spans, makespans))
@@ -127,9 +127,8 @@ def _played(tables: StepTables, rows: StepRows) -> tuple[int, StepRows] | None:
 
 
 def _shorter_apart(tables: StepTables, start: tuple[int, StepRows]) -> tuple[int, StepRows]:
-    """`start` with each BW as B and then W, whose B sends its gradient earlier; or only those that are worth nothing in one piece.
-
-    The first of these that fits and is no longer.
+    """Returns `start` with its BW split into B and W, so that gradients are sent earlier: all of them, or only those that gain nothing as
+    BW. Takes the first variant that fits and is no longer.
     """
     is_backward, stage = start[1].code // tables.stages == BACKWARD, start[1].code % tables.stages
     for apart in (is_backward, is_backward & (tables.joins[stage] == 0)):
@@ -160,7 +159,7 @@ def anneal_steps(
     cold: float,
     moves: int,
 ) -> tuple[int, float, int]:
-    """Tries `moves` moves on `rows`, played before at `cost`, while the temperature (ns) falls from `hot` to `cold`.
+    """Tries `moves` moves on `rows` while the temperature (ns) falls from `hot` to `cold`. `cost` is the current cost of `rows`.
 
     `goal` is the longest time of `best` in ns. Both are replaced by better ones, and reaching `target` ends the search. Returns the goal,
     the cost of `rows`, and the number of moves tried.
@@ -340,7 +339,7 @@ def keeps_order(tables: StepTables, rows: StepRows, start: int, middle: int, sto
 
 @inlined
 def must_follow(tables: StepTables, rows: StepRows, before: int, following: int) -> bool:
-    """Whether two passes of a row are in the only possible order. W's of a stage have none: a BW may overtake an older W."""
+    """Whether two passes of a row cannot be exchanged. W's of a stage can be: a BW may overtake an older W."""
     one, other, stages = rows.code[before], rows.code[following], tables.stages
     if one == other:
         return one // stages != WEIGHT
@@ -372,7 +371,7 @@ def swap(tables: StepTables, rows: StepRows, one: int, other: int) -> None:
 
 @compiled
 def change_backward(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
-    """Splits a BW, mostly with a later W, or joins B and W, where B was or sometimes where W was."""
+    """Splits a BW, usually with a later W, or joins B and W at the position of B or sometimes of W."""
     m, rank = tables.microbatches, tables.rank[stage]
     at = rows.where[(BACKWARD * tables.stages + stage) * m + j]
     if rows.glued[at]:
@@ -396,7 +395,7 @@ def change_backward(tables: StepTables, rows: StepRows, stage: int, j: int) -> N
 
 @compiled
 def change_pair(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
-    """Pairs an F with a neighboring B or BW that has no F, after splitting its own pair if there is one, or only splits that pair."""
+    """Splits the pair of an F, if it has one. Then pairs it with an adjacent B or BW that has no F, or leaves it alone."""
     rank = tables.rank[stage]
     at = rows.where[(FORWARD * tables.stages + stage) * tables.microbatches + j]
     skipped = np.random.randint(3)

@@ -24,7 +24,7 @@ SMALL = 1000
 """Passes of a small problem."""
 
 SHORT_REACH, REACH = 12, 40
-"""The most steps that a move passes over, in small problems and in others."""
+"""The most steps that a move crosses, in small problems and in others."""
 
 
 class StepTables(NamedTuple):
@@ -39,25 +39,25 @@ class StepTables(NamedTuple):
     pairs: bool
     """Whether some overlapped pair takes less time than its two passes one after the other."""
     reach: int
-    """The most steps that a move passes over."""
+    """The most steps that a move crosses."""
     rank: Ints
     maker: Ints
-    """By code, the code whose message a pass waits for, -1 for none."""
+    """For each code, the code whose message a pass waits for, -1 for none."""
     lag: Ints
-    """By code, the time of that message, 0 on one rank."""
+    """For each code, the time of that message, 0 within a rank."""
     reader: Ints
-    """By code, the rank that waits for the message of a pass, -1 for none."""
+    """For each code, the rank that waits for the message of a pass, -1 for none."""
     time: Ints
     """By code."""
     fused: Ints
     """The time of BW."""
     hidden: Ints
     joins: Ints
-    """1 where a BW can be worth more than B and then W: it takes less, hides more of an F, or needs less memory."""
+    """1 if a BW can be better than B followed by W: it takes less time, hides more of an F, or needs less memory."""
     saved: Ints
     pending: Ints
     first: Ints
-    """By rank, the start of its row, and the end of all."""
+    """The start of each rank's row, then the end of all rows."""
     limit: Ints
     """By rank."""
 
@@ -68,12 +68,12 @@ class StepRows(NamedTuple):
     code: Ints
     microbatch: Ints
     glued: Ints
-    """1 where the pass shares its step with the one after it, else 0."""
+    """1 if the pass shares its step with the next pass, else 0."""
     where: Ints
     """The position of code c for microbatch j, at `c * microbatches + j`."""
     begin: Ints
     end: Ints
-    """When the step of the pass begins and ends, in ns."""
+    """Start and end of the step of each pass, in ns."""
 
 
 class StepPlay(NamedTuple):

@@ -21,8 +21,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 PLANNED = (Kind.F, Kind.B, Kind.W)
-"""The kinds of a plan. A BW is never better than B and W apart if memory suffices for what B leaves to W, and if it takes no less time.
-Otherwise see `step_rows`.
+"""The kinds of a plan. A BW is never better than separate B and W if it takes no less time and memory suffices for the bytes that B leaves
+to W. Otherwise see `step_rows`.
 """
 
 _MAKER = {value_kind: kind for kind in PLANNED for value_kind in traits_of(kind).makes}
@@ -34,8 +34,8 @@ CODE = np.dtype([(n, "i8") for n in ("rank", "time", "held", "ahead", "over", "m
 `held` is the change in memory of a rank by a pass. A B whose forward is recomputed has its R right before it: `ahead` is the ns of that R,
 which does not wait for the message of B, and `over` the bytes that the rank then holds beyond those before and after. `maker` is the code
 whose message a pass waits for, `lag` its time, and `user` the code that waits for its own message. `predecessor` is the code of the same
-stage that must run before it, and `successor` the next one on the same stage. `grows` are the bytes that a B leaves to W beyond those that
-F saved: see `Tables.joins`.
+stage that must run before it, and `successor` the next one on the same stage. `grows` is the number of bytes that a B leaves to W beyond
+those that F saved: see `Tables.joins`.
 """
 
 RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "forward", "forward_stop")])
@@ -55,25 +55,25 @@ class Tables(NamedTuple):
     from_start: bool
     """Whether the time before a rank's first pass counts (makespan) or not (span)."""
     joins: bool
-    """Whether a B that `grows` beyond the limit forms one piece with its W if that is the next pass of the row: see `play.joined`."""
+    """Whether a B that `grows` beyond the limit is joined with its W if that is the next pass of the row: see `play.joined`."""
     codes: Records
     """A `CODE` per code."""
     ranks: Records
     """A `RANK` per rank."""
     forwards: Ints
-    """Rank after rank, the codes that begin its stages, in the order of a microbatch."""
+    """For each rank in turn, the F codes of its stages, in the order of a microbatch."""
     chain: Ints
-    """The codes of one microbatch from the first message to the last."""
+    """The codes of one microbatch, from the first message to the last."""
     time: Ints
     """The ns of a pass: of code c for the microbatch in place j at `c * microbatches + j`."""
     held: Ints
-    """The change in memory of the rank by a pass, at the same places."""
+    """The change in memory of the rank by a pass, at the same indices."""
     ahead: Ints
-    """The ns of the R right before a pass, 0 without one, at the same places."""
+    """The ns of the R right before a pass, 0 if there is none, at the same indices."""
     over: Ints
-    """The bytes that the rank holds during a pass beyond those after it, at the same places."""
+    """The extra bytes that the rank holds during a pass, compared with after it, at the same indices."""
     absent: Ints
-    """1 for a pass that is left out, which has no effect and may cross any other, else 0, at the same places."""
+    """1 for a pass that is left out, else 0, at the same indices. Such a pass has no effect and may cross any other."""
 
     @property
     def size(self) -> int:
@@ -82,7 +82,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
-    """Returns the arrays of `problem`. With `joins`, schedules may have B and W in one piece if memory requires it."""
+    """Returns the arrays of `problem`. With `joins`, schedules may have joined B and W if memory requires it."""
     ranks_of_stages = problem.placement.routes[0]
     codes = codes_of(problem)
     chain = _chain(codes)
@@ -189,7 +189,7 @@ def _ranks(problem: Problem, codes: Records, time: Ints) -> Records:
 
 
 def _chain(codes: Records) -> list[int]:
-    """Follows the messages of one microbatch from the code without inputs, and turns where the last reader's result stays."""
+    """Follows the messages of one microbatch from the code without inputs, and turns back at the code whose result is not sent."""
     maker, predecessor = codes["maker"].tolist(), codes["predecessor"].tolist()
     user, successor = codes["user"].tolist(), codes["successor"].tolist()
     code = next(code for code in range(len(maker)) if maker[code] < 0 and predecessor[code] < 0)

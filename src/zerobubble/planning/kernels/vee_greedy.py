@@ -16,7 +16,7 @@ from zerobubble.planning.kernels.tables import Ints, Tables, schedule_of_order, 
 from zerobubble.planning.problem.problem import Problem
 
 UNKNOWN = -1
-"""The arrival of what is not made yet, or of what no microbatch is left for."""
+"""The arrival time of an input that has not been computed, or for which no microbatch is left."""
 
 
 class Made(NamedTuple):
@@ -24,9 +24,9 @@ class Made(NamedTuple):
 
     order: Ints
     runs: Ints
-    """How many microbatches have run each code."""
+    """The number of microbatches that have run each code."""
     end: Ints
-    """When code c ended for microbatch j, at `c * microbatches + j`."""
+    """The end of code c for microbatch j, at `c * microbatches + j`."""
     ran: Ints
     clock: Ints
     held: Ints
@@ -35,15 +35,15 @@ class Made(NamedTuple):
     waiting: Ints
     """Codes of W, in the part of `order` of each rank."""
     homeward: Ints
-    """By rank, whether its next B is that of its first stage."""
+    """For each rank, whether its next B is that of its first stage."""
     begun: Ints
-    """By rank, where in its part the oldest W stands that waits."""
+    """For each rank, the index in its part of the oldest pending W."""
     queued: Ints
-    """By rank, where in its part the next W that waits will stand."""
+    """For each rank, the index in its part for the next pending W."""
 
 
 def vee_greedy(problem: Problem) -> Schedule | None:
-    """Returns the schedule of `papers.zb_v_greedy`; None for another placement, and if its rule reaches a pass that cannot run."""
+    """Returns the schedule of `papers.zb_v_greedy`; None for another placement, or if its rule reaches a pass that cannot run."""
     placement = problem.placement
     ranks, stages = placement.num_ranks, placement.num_stages
     if placement.routes != Placement.vee(ranks).routes or problem.shortage_reason:
@@ -77,9 +77,10 @@ def _nothing_made(tables: Tables, stages: int) -> Made:
 
 @compiled
 def play_vee(tables: Tables, made: Made, idled: Ints, forward: bool, backward: bool) -> int:
-    """Fill in the rows, given how long each rank idled last time; the time of the longest rank in ns, -1 where a pass cannot run.
+    """Fills in the rows, given the idle time of each rank in the previous attempt. Returns the time of the longest rank in ns, -1 if a pass
+    cannot run.
 
-    `forward` and `backward` say whether W goes into gaps that are too short for it where the rank cannot afford them.
+    `forward` and `backward` say whether W may go into gaps that are too short for it if the rank cannot afford to idle.
     """
     if not (first_microbatch(tables, made) and even_out(tables, made)):
         return -1
@@ -100,7 +101,8 @@ def play_vee(tables: Tables, made: Made, idled: Ints, forward: bool, backward: b
 
 @compiled
 def arrival(tables: Tables, made: Made, code: int) -> int:
-    """When all that the next microbatch's pass uses is there; `UNKNOWN` where some of it is not made, or no microbatch is left."""
+    """Returns the arrival of the last input of the next microbatch's pass; `UNKNOWN` if an input has not been computed, or no microbatch is
+    left."""
     j, latest = made.runs[code], 0
     if j >= tables.microbatches:
         return UNKNOWN
@@ -118,7 +120,7 @@ def arrival(tables: Tables, made: Made, code: int) -> int:
 
 @compiled
 def run(tables: Tables, made: Made, code: int) -> bool:
-    """Run the next microbatch's pass; False where it cannot run."""
+    """Runs the next microbatch's pass. Returns False if it cannot run."""
     rank, j, there = tables.codes[code].rank, made.runs[code], arrival(tables, made, code)
     if there == UNKNOWN or made.held[rank] + tables.codes[code].held > tables.ranks[rank].limit:
         return False
@@ -141,7 +143,7 @@ def run(tables: Tables, made: Made, code: int) -> bool:
 
 @compiled
 def run_weight(tables: Tables, made: Made, rank: int) -> bool:
-    """Run the oldest W that waits on a rank."""
+    """Runs the oldest pending W of a rank."""
     code = made.waiting[tables.ranks[rank].first + made.begun[rank]]
     made.begun[rank] += 1
     return run(tables, made, code)
@@ -149,7 +151,7 @@ def run_weight(tables: Tables, made: Made, rank: int) -> bool:
 
 @compiled
 def run_with_weights(tables: Tables, made: Made, idled: Ints, most: int, code: int, fill: bool) -> bool:
-    """Run a pass after the W that memory asks for and those that fit into the wait for its message."""
+    """Runs a pass, after the W's that free the memory for it and those that fit into the wait for its message."""
     rank = tables.codes[code].rank
     while made.begun[rank] < made.queued[rank] and made.held[rank] + tables.codes[code].held > tables.ranks[rank].limit:
         if not run_weight(tables, made, rank):
@@ -173,7 +175,7 @@ def run_with_weights(tables: Tables, made: Made, idled: Ints, most: int, code: i
 
 @compiled
 def first_microbatch(tables: Tables, made: Made) -> bool:
-    """F of the first microbatch on all stages; on its way home each rank it comes to has run as many more F as it had time for."""
+    """Runs F of the first microbatch on all stages. On its way back up, each rank first runs as many other F as it has time for."""
     ranks, m = len(tables.ranks), tables.microbatches
     for stage in range(ranks):
         if not run(tables, made, stage):
@@ -195,7 +197,8 @@ def first_microbatch(tables: Tables, made: Made) -> bool:
 
 @compiled
 def even_out(tables: Tables, made: Made) -> bool:
-    """F in turn on the way out and home until each rank has run as many as the one before it, and holds its next microbatch's last F."""
+    """Runs F on the way down and on the way back in turn, until each rank has run as many as the previous rank and can hold the next
+    microbatch's last F."""
     ranks, m, turn = len(tables.ranks), tables.microbatches, 0
     for rank in range(1, ranks):
         before, out, home, its_home = rank - 1, rank, 2 * ranks - 1 - rank, 2 * ranks - rank
@@ -212,7 +215,8 @@ def even_out(tables: Tables, made: Made) -> bool:
 
 @compiled
 def backward_turn(tables: Tables, made: Made, idled: Ints, most: int, fill: bool) -> bool:
-    """One B on every rank: on its way home where it has come that far, from the last rank up, then on its way out, from the first down."""
+    """Runs one B on every rank: first B of the second stages, from the last rank up, if they are ready, then B of the first stages, from
+    the first rank down."""
     ranks, m = len(tables.ranks), tables.microbatches
     stages = 2 * ranks
     for rank in range(ranks):
@@ -230,7 +234,7 @@ def backward_turn(tables: Tables, made: Made, idled: Ints, most: int, fill: bool
 
 @compiled
 def forward_turn(tables: Tables, made: Made, idled: Ints, most: int, fill: bool) -> bool:
-    """One F on every rank where one can run, on its way home if it may."""
+    """Runs one F on every rank that can run one, preferably of the rank's second stage."""
     ranks = len(tables.ranks)
     for rank in range(ranks):
         for turn in range(2):

@@ -23,7 +23,7 @@ what that level keeps. This holds for all microbatches of a stage, so they can s
 a schedule of at most T has limited time for these, which limits the memory that they save (`zerobubble.bounds.slack`). The bound ignores
 the longer R's and lets every forward keep what the fastest level keeps. All passes can then stay where they are, and a rank holds at most
 `Passes.spare` more than before, the most that its R's can save, and at most what forwards save that wait for their B. While a B runs, its
-own forward is there in full and saves nothing. Renaming changes neither the number of forwards of a stage that wait for their B nor the
+own forward is held in full and saves nothing. Renaming changes neither the number of forwards of a stage that wait for their B nor the
 bytes that they save together.
 
 Search. T is refuted if a window is empty. If none is, `_Search` distinguishes cases, and T is refuted if it is refuted in each of them. The
@@ -52,7 +52,7 @@ from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.units import show_ms
 
 MOST_PASSES = 2000
-"""Passes of a problem above which windows are not narrowed, because it would take many seconds."""
+"""Windows are not narrowed for problems with more passes than this, because it would take many seconds."""
 
 MOST_ROUNDS = 50
 """The most applications of all rules to refute one T."""
@@ -139,7 +139,7 @@ class _Search:
         return self._are_refuted(self.pipeline.groups)
 
     def _are_refuted(self, groups: Sequence[MicrobatchGroup]) -> bool:
-        """Whether there is no schedule in which microbatches have the R's of these groups, and others of their options."""
+        """Whether no schedule exists in which microbatches have the R's of these groups, with any of their other options."""
         if min(self.pipeline.left(self.time, groups)) < 0:
             return True
         table = self.table if groups is self.pipeline.groups else Table(self.pipeline, groups)
@@ -163,13 +163,13 @@ class _Search:
         return all(self._are_refuted([*groups[:group], *part, *groups[group + 1 :]]) for part in parts)
 
     def _is_refuted_by_order(self, passes: Passes, windows: Windows) -> bool:
-        """Whether no schedule lies inside `windows`, which are narrow."""
+        """Whether no schedule lies inside the narrowed `windows`."""
         span = self.time if self.is_period else -1
         self.nodes = refute_by_orders(passes, windows, stack_for(passes), span, MOST_ROUNDS, self.nodes)
         return self.nodes >= 0
 
     def _fails(self, passes: Passes, windows: Windows) -> bool:
-        """Narrow the windows; whether one of them is empty."""
+        """Narrows the windows. Returns whether one of them is empty."""
         if not self.is_period:
             last = passes.spans[:, 1]
             windows.latest[last] = np.minimum(windows.latest[last], self.time - passes.time[last])
@@ -239,7 +239,8 @@ def refute_by_orders(passes: Passes, windows: Windows, stack: Stack, span: int, 
 
 @compiled
 def _take_two(passes: Passes, windows: Windows, stack: Stack, depth: int) -> bool:
-    """Keep the windows, and choose two passes of a rank without a known order, of which one has least time left; False if all have one."""
+    """Saves the windows and chooses two passes of a rank whose order is unknown, one of them with the least slack. Returns False if all
+    orders are known."""
     earliest, latest, before, time = windows.earliest, windows.latest, windows.before, passes.time
     least, found = NEVER, False
     for rank in range(len(passes.limit)):
@@ -265,7 +266,7 @@ def _take_two(passes: Passes, windows: Windows, stack: Stack, depth: int) -> boo
 
 @compiled
 def _take_back(windows: Windows, stack: Stack, depth: int) -> None:
-    """Make the windows what they were."""
+    """Restores the windows."""
     size = len(windows.earliest)
     for a in range(size):
         windows.earliest[a], windows.latest[a] = stack.earliest[depth, a], stack.latest[depth, a]

@@ -18,7 +18,7 @@ from zerobubble.planning.problem.problem import Objective, Problem
 
 
 class Key(NamedTuple):
-    """A pass of a microbatch, which is the `number`-th of those of its group."""
+    """A pass of a microbatch, the `number`-th of its group."""
 
     kind: Kind
     stage: int
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 class Pipeline:
-    """Stages and microbatches of a problem, times in units of `unit` ns, 0 if nothing takes any."""
+    """Stages and microbatches of a problem. Times are in units of `unit` ns, which is 0 if all times are 0."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.home, self.num_ranks = problem, problem.placement.routes[0], problem.placement.num_ranks
@@ -51,7 +51,7 @@ class Pipeline:
 
 
 class Table:
-    """The passes of microbatches in groups of those alike, rank after rank."""
+    """The passes of microbatches, rank after rank. Equal microbatches form a group."""
 
     def __init__(self, pipeline: Pipeline, groups: Sequence[MicrobatchGroup]) -> None:
         self.pipeline, self.groups = pipeline, groups
@@ -95,7 +95,7 @@ class Table:
                         yield from (Key(kind, stage, group, number) for number in range(alike.num_microbatches))
 
     def _held(self, key: Key) -> Iterator[tuple[int, ...]]:
-        """The passes from which, to which and to which further on the forward `key` holds bytes, and these bytes: with R, in two parts."""
+        """The passes between which the forward `key` holds bytes, and the number of bytes. With R, there are two such intervals."""
         if key.kind is not Kind.F:
             return
         alike, stage = self.groups[key.group], key.stage
@@ -108,7 +108,7 @@ class Table:
             yield again, backward, weight, more, min(more, max(0, pending - kept)), 0
 
     def _waits(self, times: Ints) -> Iterator[tuple[int, int, int]]:
-        """The rows of `Passes.waits`: chains of a microbatch, and the order of those that are alike on a stage."""
+        """The rows of `Passes.waits`: chains of each microbatch, and the order of equal microbatches on a stage."""
         costs, home, unit = self.pipeline.problem.costs, self.pipeline.home, self.pipeline.unit
         stages = len(home)
         way = [*((Kind.F, stage) for stage in range(stages)), *((Kind.B, stage) for stage in reversed(range(stages)))]
@@ -134,7 +134,7 @@ class Table:
 
 
 _COLUMN = {Kind.F: 0, Kind.R: 1, Kind.B: 2, Kind.W: 3}
-"""The place of a kind in `_times`."""
+"""The index of a kind in `_times`."""
 
 
 def _times(alike: MicrobatchGroup) -> tuple[tuple[int, ...], ...]:
@@ -142,12 +142,13 @@ def _times(alike: MicrobatchGroup) -> tuple[tuple[int, ...], ...]:
 
 
 def _offsets(rows: Sequence[Sequence[object]]) -> Ints:
-    """Where each of the rows starts in all of them, and the end."""
+    """The start of each row in their concatenation, then the end."""
     return np.cumsum([0, *map(len, rows)]).astype(np.int64)
 
 
 def _before(row: Sequence[Key]) -> NDArray[np.bool_]:
-    """Whether one pass of a rank comes before another in every schedule, at [one, other]: by chains and the order of microbatches."""
+    """Whether pass `one` of a rank precedes pass `other` in every schedule, at [one, other], because of chains and the order of
+    microbatches."""
     own = np.array([(_COLUMN[kind], stage, group, number) for kind, stage, group, number in row])
     (kind, stage, group, number), (other, its_stage, its_group, its_number) = own.T[:, :, None], own.T[:, None, :]
     f, r, b, w = range(4)

@@ -13,7 +13,7 @@ from zerobubble.planning.kernels.tables import Ints
 Flags = NDArray[np.uint8]
 
 NEVER = 1 << 60
-"""Later than anything, and more than any limit in bytes."""
+"""Larger than any time in ns and any limit in bytes."""
 
 SCRATCH = 6
 """Rows of scratch space, each for the passes of a rank."""
@@ -24,19 +24,19 @@ class Passes(NamedTuple):
 
     time: Ints
     first: Ints
-    """Where the passes of each rank start, and the end of all."""
+    """The index of each rank's first pass, then the number of passes."""
     waits: Ints
-    """Triples: a pass, one that waits for it, and the least time from start to start; in an order in which every chain goes forward."""
+    """Triples: a pass, a pass that waits for it, and the least time between their starts, in topological order."""
     before: Flags
-    """1 where pass a is before the b-th pass of its rank in every schedule, at [a, b]."""
+    """At [a, b], 1 if pass a precedes the b-th pass of its rank in every schedule."""
     microbatches: Ints
-    """For each microbatch on each stage its F, B and W, the bytes after F, the least after B, the most that R saves; rank after rank."""
+    """For each microbatch and stage, rank after rank: F, B and W, the bytes after F, the least bytes after B, and the most that R saves."""
     first_microbatch: Ints
-    """Where the rows of `microbatches` of each rank start, and the end of all."""
+    """The index of each rank's first row in `microbatches`, then the number of rows."""
     limit: Ints
-    """Bytes that each rank may hold."""
+    """The memory limit of each rank in bytes."""
     spare: Ints
-    """Bytes that R's of each rank can save at once, at most, beyond those of `microbatches`."""
+    """The most bytes that R's of each rank can save at once, beyond those of `microbatches`."""
     spans: Ints
     """Pairs: the first pass of a rank and the last W of one of its stages."""
 
@@ -53,7 +53,7 @@ class Windows(NamedTuple):
 
 @compiled
 def narrow(passes: Passes, windows: Windows, span: int, rounds: int) -> bool:
-    """Apply all rules until nothing changes; False where a window is empty. A `span` below 0 stands for none."""
+    """Applies all rules until nothing changes. Returns False if a window is empty. A `span` below 0 means that there is no limit."""
     earliest, latest = windows.earliest, windows.latest
     width = -1
     for _ in range(rounds):
@@ -81,7 +81,8 @@ def narrow(passes: Passes, windows: Windows, span: int, rounds: int) -> bool:
 
 @compiled
 def _narrow_by_chains(passes: Passes, windows: Windows, span: int) -> bool:
-    """Along `waits` and, where there is a `span`, between each rank's first pass and its last W's; False where a window is empty."""
+    """Narrows windows along `waits` and, if there is a `span`, between each rank's first pass and its last W's. Returns False if a window
+    is empty."""
     earliest, latest, time = windows.earliest, windows.latest, passes.time
     if span >= 0:
         for q in range(len(passes.spans)):
@@ -102,7 +103,7 @@ def _narrow_by_chains(passes: Passes, windows: Windows, span: int) -> bool:
 
 @compiled
 def add_order(windows: Windows, start: int, stop: int, a: int, b: int) -> None:
-    """Note that a comes before b, and what comes before a before what comes after b."""
+    """Records that a precedes b, and that all passes before a precede all passes after b."""
     before = windows.before
     if before[a, b - start]:
         return
@@ -119,7 +120,7 @@ def add_order(windows: Windows, start: int, stop: int, a: int, b: int) -> None:
 
 @compiled
 def _find_orders(time: Ints, windows: Windows, start: int, stop: int) -> bool:
-    """Order two passes of a rank where only one order is left; False where none is. Passes that take no time may be anywhere."""
+    """Orders two passes of a rank if only one order is possible. Returns False if none is. Passes that take no time may be anywhere."""
     earliest, latest, before = windows.earliest, windows.latest, windows.before
     for a in range(start, stop):
         for b in range(a + 1, stop):
@@ -137,7 +138,7 @@ def _find_orders(time: Ints, windows: Windows, start: int, stop: int) -> bool:
 
 @compiled
 def _sort(keys: Ints, places: Ints, count: int) -> None:
-    """Put the numbers 0 to `count` - 1 into `places` in the order of their `keys`; they are most often nearly sorted."""
+    """Sorts the numbers 0 to `count` - 1 by their `keys` into `places`. They are usually nearly sorted."""
     for q in range(count):
         key, r = keys[q], q
         while r > 0 and keys[places[r - 1]] > key:
@@ -174,7 +175,7 @@ def _narrow_by_orders(time: Ints, windows: Windows, start: int, stop: int) -> No
 
 @compiled
 def _narrow_by_sets(time: Ints, windows: Windows, start: int, stop: int) -> bool:
-    """Edge finding forward and backward in time; False where some passes of the rank cannot all run in time."""
+    """Applies edge finding forward and backward in time. Returns False if some passes of the rank cannot all run in time."""
     earliest, latest, scratch = windows.earliest, windows.latest, windows.scratch
     count = stop - start
     heads, ends, starts = scratch[0], scratch[1], scratch[2]
@@ -199,9 +200,9 @@ def _narrow_by_sets(time: Ints, windows: Windows, start: int, stop: int) -> bool
 
 @compiled
 def _start_after_sets(count: int, heads: Ints, ends: Ints, time: Ints, starts: Ints, places: Ints, least_ends: Ints) -> bool:
-    """Put into `starts` when each pass can start, by its head and the sets that it must follow; False where one fails.
+    """Writes the earliest start of each pass into `starts`, given its head and the sets that it must follow. Returns False if one fails.
 
-    A set are the passes that end by one of `ends`, and those among them whose heads are no earlier than some head.
+    A set consists of the passes that end by one of `ends` and whose heads are not before a given head.
     """
     _sort(heads, places, count)
     for i in range(count):
@@ -235,7 +236,8 @@ def _start_after_sets(count: int, heads: Ints, ends: Ints, time: Ints, starts: I
 
 @compiled
 def _narrow_by_memory(passes: Passes, windows: Windows, rank: int) -> bool:
-    """Narrow windows so that passes of a rank wait for free memory, or precede what fills it; False if a pass fits at no time."""
+    """Narrows windows so that passes of a rank wait for free memory, or precede the passes that fill it. Returns False if a pass never
+    fits."""
     start, stop, limit, spare = passes.first[rank], passes.first[rank + 1], passes.limit[rank], passes.spare[rank]
     some = passes.microbatches[passes.first_microbatch[rank] : passes.first_microbatch[rank + 1]]
     together, saved = 0, 0
@@ -257,7 +259,7 @@ def _narrow_by_memory(passes: Passes, windows: Windows, rank: int) -> bool:
 
 @compiled
 def _wait_for_memory(time: Ints, windows: Windows, some: Ints, limit: int, spare: int, start: int, i: int) -> bool:
-    """Move the earliest start of pass i to when passes that can be before it may have freed enough."""
+    """Moves the earliest start of pass i to the time when passes before it can have freed enough memory."""
     earliest, latest, before = windows.earliest, windows.latest, windows.before
     t = earliest[i]
     while True:
@@ -292,7 +294,7 @@ def _wait_for_memory(time: Ints, windows: Windows, some: Ints, limit: int, spare
 
 @compiled
 def _precede_what_fills_memory(time: Ints, windows: Windows, some: Ints, limit: int, spare: int, start: int, i: int) -> bool:
-    """Move the latest start of pass i before that of F's which would fill the memory it needs."""
+    """Moves the latest start of pass i before the latest start of F's that would fill its memory."""
     earliest, latest, before = windows.earliest, windows.latest, windows.before
     t = latest[i]
     if t >= NEVER // 2:
@@ -327,7 +329,7 @@ def _precede_what_fills_memory(time: Ints, windows: Windows, some: Ints, limit: 
 
 @compiled
 def _order_by_memory(windows: Windows, some: Ints, limit: int, spare: int, start: int, stop: int, i: int) -> bool:
-    """Order B's and W's before pass i if it does not fit without them, and F's after it if it does not fit with them."""
+    """Orders B's and W's before pass i if it does not fit without them, and F's after it if it does not fit with them."""
     before = windows.before
     held, saved = 0, 0
     for q in range(len(some)):

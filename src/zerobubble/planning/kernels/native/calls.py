@@ -25,11 +25,11 @@ _LOCK = RLock()
 _THREAD = local()
 
 _KINDS: dict[tuple[Any, ...], tuple[Any, Type]] = {}
-"""Types that were seen, one object for each, with what their keys are the ids of, so that these stay."""
+"""One object for each type seen, with the objects whose ids are its key, so that they stay alive."""
 
 
 class Kernel:
-    """A function that is compiled. Its arguments are numbers, contiguous arrays, and tuples of these, which have no words of their own."""
+    """A function that is compiled. Its arguments are numbers, contiguous arrays, and tuples of these. A tuple adds no words of its own."""
 
     def __init__(self, function: Callable[..., Any], is_inlined: bool = False) -> None:
         self.python, self.is_inlined = function, is_inlined
@@ -97,12 +97,12 @@ def type_of(given: Any) -> Type:
 
 
 def _one(kind: Type) -> Type:
-    """The first object that was seen of equal types."""
+    """Returns the first object seen among equal types."""
     return _KINDS.setdefault((kind,), (kind, kind))[1]
 
 
 def _fill(words: Any, floats: Any, at: int, given: tuple[Any, ...]) -> int:
-    """Put the words of some values from a place on; the place behind them."""
+    """Writes the words of some values from an index on. Returns the index after them."""
     for each in given:
         if isinstance(each, np.ndarray):
             assert each.flags.c_contiguous, "kernels take contiguous arrays"
@@ -130,7 +130,7 @@ def _shape(kind: Type) -> str:
 
 
 def _read(shape: Any, words: Any, floats: Any, place: list[int]) -> Any:
-    """The numbers that were given, in their tuples; None where there are none."""
+    """Returns the numbers of the result in their tuples; None for an empty tuple."""
     if isinstance(shape, list):
         return tuple([_read(part, words, floats, place) for part in shape]) if shape else None
     at = place[0]
@@ -139,7 +139,7 @@ def _read(shape: Any, words: Any, floats: Any, place: list[int]) -> Any:
 
 
 def _entry(name: str, called: str, result: Type, random: Type, given: tuple[Type, ...], wanted: tuple[Type, ...]) -> str:
-    """The function that Python calls: it takes the words of the arguments, and leaves those of the result."""
+    """Returns the LLVM text of the function that Python calls: it reads the words of the arguments and writes those of the result."""
     lines = [f"define void @{name}(ptr %words, ptr %results) {{"]
     arguments, at = list[str](), 0
     have = [word for kind in (random, *given) for word in words_of(kind)]
@@ -170,7 +170,7 @@ def _entry(name: str, called: str, result: Type, random: Type, given: tuple[Type
 
 
 def source_of(given: Any) -> Source | None:
-    """The Python function of a kernel, and of what makes random numbers."""
+    """Returns the Python function of a kernel or of a random-number function."""
     if isinstance(given, Kernel):
         return Source(given.python, given.is_inlined)
     if getattr(given, "__module__", "") == random_numbers.__name__:

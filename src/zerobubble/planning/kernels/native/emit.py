@@ -1,6 +1,6 @@
-"""Functions to LLVM: one walk over the statements of a kernel, with the types that its arguments have.
+"""Translates functions to LLVM in one walk over the statements of a kernel, with the types of its arguments.
 
-A variable has one type in a function. Where a later statement widens it, or the result, the walk is repeated with the wider type.
+A variable has one type in a function. If a later statement widens a variable or the result, the walk is repeated with the wider type.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerobubble.planning.kernels.native.values import (
 
 
 class Module:
-    """The LLVM text of an entry and of all that it calls. `source_of` says which Python objects are kernels."""
+    """Returns the LLVM text of an entry and of all functions that it calls. `source_of` says which Python objects are kernels."""
 
     def __init__(self, random_type: Type, source_of: Callable[[Any], Source | None]) -> None:
         self.random_type, self.source_of = random_type, source_of
@@ -117,7 +117,7 @@ class _Walk(Expressions):
     # Statements
 
     def run(self, body: Sequence[ast.stmt]) -> None:
-        """Statements in turn, up to one that nothing comes after."""
+        """Translates statements in turn, up to one that leaves the block."""
         for statement in body:
             if self.is_ended:
                 return
@@ -171,7 +171,7 @@ class _Walk(Expressions):
         self.write(place, kind, self.as_value(self.operate(node.op, self.read(place, kind), self.of(node.value))))
 
     def assign(self, target: ast.expr, value: Value) -> None:
-        """Let a name, a place in an array, or several of these have a value."""
+        """Assigns a value to a name, to an array element, or to several of these."""
         if isinstance(target, ast.Name):
             self.assign_name(target.id, value)
         elif isinstance(target, ast.Tuple):
@@ -188,7 +188,7 @@ class _Walk(Expressions):
         return [self.element(value, Value(Scalar.INT, (str(at),))) for at in range(count)]
 
     def assign_name(self, name: str, value: Value) -> None:
-        """Let a variable have a value."""
+        """Assigns a value to a variable."""
         known = self.types.get(name)
         kind = value.type if known is None else unified(known, value.type)
         if kind is None:
@@ -203,7 +203,7 @@ class _Walk(Expressions):
             self.lines.append(f"  store {of} {word}, ptr {slot}")
 
     def name(self, name: str) -> Value | Known:
-        """A variable, an argument, or what the module of the function knows under this name."""
+        """Returns a variable, an argument, or the global of the function's module with this name."""
         if name in self._fixed:
             return self._fixed[name]
         if name in self._slots:
@@ -282,7 +282,7 @@ class _Walk(Expressions):
         self._count(node, Value(Scalar.INT, ("0",)), Value(Scalar.INT, (many.words[1],)), 1, lambda at: self.element(many, at))
 
     def _count(self, node: ast.For, first: Value, stop: Value, step: int, element: Callable[[Value], Value]) -> None:
-        """Run the body of a loop for each whole number from `first` to before `stop`."""
+        """Translates a loop over the integers from `first` to before `stop`."""
         again, body, onward, after = (self.new_label() for _ in range(4))
         counter = self.alloca("i64")
         self.lines.append(f"  store i64 {first.words[0]}, ptr {counter}")
@@ -303,7 +303,7 @@ class _Walk(Expressions):
     # Places in arrays
 
     def place_of(self, target: ast.expr) -> tuple[str, str | Record]:
-        """The address that an assignment writes to, and its LLVM type, or the record that is there."""
+        """Returns the address that an assignment writes to, and its LLVM type or its record."""
         if isinstance(target, ast.Attribute):
             record = self.value(target.value)
             if not isinstance(record.type, Record):

@@ -1,4 +1,4 @@
-"""Expressions to LLVM: operators, choices, elements and calls."""
+"""Translates expressions to LLVM: operators, conditionals, elements and calls."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Expressions(Lines):
     # Elements of arrays and tuples
 
     def indices(self, node: ast.expr, array: Value) -> list[Value]:
-        """The places that are asked for, along each axis; those known to be below 0 are counted from the end."""
+        """Returns the indices along each axis. Constants below 0 count from the end."""
         found = []
         for axis, each in enumerate(node.elts if isinstance(node, ast.Tuple) else [node]):
             at = self.of(each)
@@ -185,7 +185,7 @@ class Expressions(Lines):
         return self.operate(node.op, self.of(node.left), self.of(node.right))
 
     def operate(self, op: ast.operator, one: Value | Known, other: Value | Known) -> Value | Known:
-        """The outcome of an operator."""
+        """Returns the result of an operator."""
         if isinstance(one, Known) and isinstance(other, Known):
             return Known(_KNOWN[type(op)](one.value, other.value))
         left, right = self.as_value(one), self.as_value(other)
@@ -206,7 +206,7 @@ class Expressions(Lines):
         return Value(INT, (self.put(f"{(_OF_INTS | _OF_BITS)[type(op)]} i64 {a}, {b}"),))
 
     def _divide(self, op: ast.operator, a: str, b: str) -> Value:
-        """Whole division towards minus infinity, as Python has it."""
+        """Floor division, as in Python."""
         rest = self.put(f"srem i64 {a}, {b}")
         differs = self.put(f"icmp slt i64 {self.put(f'xor i64 {rest}, {b}')}, 0")
         is_off = self.put(f"and i1 {differs}, {self.put(f'icmp ne i64 {rest}, 0')}")
@@ -256,7 +256,7 @@ class Expressions(Lines):
     # What is computed only if it is needed
 
     def _of_BoolOp(self, node: ast.BoolOp) -> Value | Known:
-        """Truth values; what the operands are besides is not kept."""
+        """Translates `and` and `or` to truth values; the operands themselves are not returned."""
         stops = "false" if isinstance(node.op, ast.And) else "true"
         after, reached = self.new_label(), list[str]()
         last: Value | Known = Known(stops == "true")
@@ -354,7 +354,7 @@ class Expressions(Lines):
         return self.fitted(value, INT if wanted is int else FLOAT)
 
     def call(self, function: Any, given: Sequence[Value]) -> Value:
-        """The outcome of another kernel."""
+        """Returns the result of a call of another kernel."""
         source = self.module.source_of(function)
         if source is None:
             raise self.fault(f"{function!r} is no kernel")
@@ -373,7 +373,7 @@ class Expressions(Lines):
 
 
 def takes(function: Callable[..., Any], given: Sequence[Type]) -> tuple[Type, ...]:
-    """The types of the arguments of a function, numbers as wide as it says that they are."""
+    """Returns the types of a function's arguments, with numbers as wide as its annotations say."""
     widest = {"int": Scalar.INT, "float": Scalar.FLOAT}
     named = inspect.signature(function).parameters.values()
     wanted = [widest.get(str(each.annotation)) for each in named]

@@ -1,4 +1,4 @@
-"""The lines of a function in LLVM that is being written: values, their words, and the places of arrays."""
+"""Writes the lines of a function in LLVM: values, their words, and addresses in arrays."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ INT, FLOAT, BOOL = Scalar.INT, Scalar.FLOAT, Scalar.BOOL
 
 
 class Source(NamedTuple):
-    """A kernel as Python has it, and whether it is to be inlined wherever it is called."""
+    """The Python function of a kernel, and whether every call of it is inlined."""
 
     function: Callable[..., Any]
     is_inlined: bool
 
 
 class Emitted(NamedTuple):
-    """A function in LLVM: its name and what it gives."""
+    """A function in LLVM: its name and the type of its result."""
 
     name: str
     result: Type
 
 
 class ModuleText(Protocol):
-    """The module that a function is written for."""
+    """The module that a function is written into."""
 
     arrays: dict[int, str]
     intrinsics: set[str]
     source_of: Callable[[Any], Source | None]
 
     def emitted(self, source: Source, given: Sequence[Type]) -> Emitted:
-        """The function for arguments of these types, which is written first if need be."""
+        """Returns the function for arguments of these types, and writes it first if it does not exist."""
 
 
 class Lines:
@@ -73,19 +73,19 @@ class Lines:
         return f"b{self._names}"
 
     def put(self, text: str) -> str:
-        """Write what makes a value; its name."""
+        """Writes an instruction. Returns the name of its value."""
         name = self.new_name()
         self.lines.append(f"  {name} = {text}")
         return name
 
     def alloca(self, kind: str) -> str:
-        """Room for a variable, which LLVM keeps in a register."""
+        """Allocates a variable, which LLVM keeps in a register."""
         name = self.new_name()
         self.allocas.append(f"  {name} = alloca {kind}")
         return name
 
     def begin(self, label: str) -> None:
-        """Go on with the block of this name."""
+        """Continues with the block of this name."""
         self.lines.append(f"{label}:")
         self.label, self.is_ended = label, False
 
@@ -104,7 +104,7 @@ class Lines:
         return NotCompiledError(f"{self.function.__code__.co_filename}:{self.line}: {what}")
 
     def llvm_result(self, kind: Type) -> str:
-        """The LLVM type of what a function gives."""
+        """Returns the LLVM type of a function's result."""
         words = list(words_of(kind))
         return "void" if not words else words[0] if len(words) == 1 else "{" + ", ".join(words) + "}"
 
@@ -129,7 +129,7 @@ class Lines:
         return Value(Array(array.dtype, array.ndim), (name, *map(str, array.shape)))
 
     def fitted(self, value: Value, kind: Type) -> Value:
-        """A value as one of a wider type."""
+        """Converts a value to a wider type."""
         if value.type == kind:
             return value
         if isinstance(kind, Several) and isinstance(value.type, Several):
@@ -160,7 +160,7 @@ class Lines:
         return Value(INT if kind == "i64" else FLOAT, (self.put(f"load {kind}, ptr {place}, align 8"),))
 
     def write(self, place: str, kind: str | Record, value: Value) -> None:
-        """Put a value at an address, or all fields of a record."""
+        """Stores a value at an address, or all fields of a record."""
         if isinstance(kind, Record):
             for at in range(0, kind.dtype.itemsize, 8):
                 from_there, to_here = (self.put(f"getelementptr i8, ptr {each}, i64 {at}") for each in (value.words[0], place))
@@ -174,7 +174,7 @@ class Lines:
             self.lines.append(f"  store {kind} {self.fitted(value, wanted).words[0]}, ptr {place}, align 8")
 
     def place_in(self, array: Value, at: Sequence[Value]) -> tuple[str, np.dtype[Any]]:
-        """The address of an element, or of the first one of a row, and the type of the elements."""
+        """Returns the address of an element, or of the first element of a row, and the type of the elements."""
         assert isinstance(array.type, Array)
         if array.type.ndim > 2 or len(at) > array.type.ndim:
             raise self.fault("arrays have one or two axes")
@@ -188,7 +188,7 @@ class Lines:
         return self.put(f"getelementptr i8, ptr {array.words[0]}, i64 {offset}"), array.type.dtype
 
     def element(self, array: Value, *at: Value) -> Value:
-        """An element of an array, or a row of one with two axes."""
+        """Returns an element of an array, or a row of an array with two axes."""
         assert isinstance(array.type, Array)
         place, kind = self.place_in(array, at)
         if len(at) < array.type.ndim:

@@ -15,13 +15,13 @@ import llvmlite
 import llvmlite.binding as llvm
 
 FOLDER = "ZEROBUBBLE_CACHE_DIR"
-"""The environment variable that says where compiled kernels are kept, instead of next to their sources or in the user's cache folder."""
+"""The environment variable with the cache folder of compiled kernels. By default they are stored next to their sources or in the user's
+cache folder."""
 
 
 def loaded(name: str, key: str, made: Callable[[], tuple[str, str]]) -> tuple[int, str]:
-    """The address of function `name`, and a line that is kept with it.
-
-    `made` gives the LLVM text of its module and this line; it is asked where nothing is kept under `key`.
+    """Returns the address of function `name`, and a line that is cached with it. `made` returns the LLVM text of its module and this line;
+    it is called if the cache has no entry `key`.
     """
     kept = _kept(key)
     if kept is None:
@@ -69,7 +69,7 @@ def _compiled(text: str) -> bytes:
 
 
 def _folders() -> Iterator[Path]:
-    """Where code may be kept, the best first."""
+    """Yields the possible cache folders, best first."""
     if given := os.environ.get(FOLDER):
         yield Path(given)
         return
@@ -88,7 +88,7 @@ def _kept(key: str) -> bytes | None:
 
 
 def _keep(key: str, made: bytes) -> None:
-    """Write what was made to the first folder that can be written to, atomically. Without such a folder, each process compiles."""
+    """Writes the code atomically to the first writable folder. Without such a folder, each process compiles."""
     for folder in _folders():
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Random numbers of the kernels: those of `numpy.random` after `seed`, number for number (MT19937; Matsumoto and Nishimura 1998).
+"""Random numbers of the kernels: the same sequence as `numpy.random` after `seed` (MT19937; Matsumoto and Nishimura 1998).
 
-Each thread has a state of its own, so that two searches side by side give what each gives alone.
+Each thread has its own state, so concurrent searches give the same results as alone.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS, SHIFTED = 624, 397
-"""Words of the state, and how far apart those lie that are mixed."""
+"""The number of words in the state, and the distance of words that are mixed."""
 
 INDEX, HAS_SPARE = WORDS, WORDS + 1
-"""Where the state says which word comes next, and whether a normal number is left over."""
+"""The indices in the state of the next word's index and of the flag for a leftover normal number."""
 
 ALL = 0xFFFFFFFF
 
 
 class RandomState(NamedTuple):
-    """The state of one thread: words of 32 bits, then the two numbers above; and the normal number left over."""
+    """The state of one thread: words of 32 bits, then the two values above, and the leftover normal number."""
 
     words: NDArray[np.int64]
     spare: NDArray[np.float64]
@@ -44,13 +44,13 @@ def seed(state: RandomState, number: int) -> None:
 
 
 def mix(state: RandomState, at: int, after: int, other: int) -> None:
-    """Replace one word by what three make."""
+    """Replaces one word by a mix of three."""
     bits = (state.words[at] & 0x80000000) | (state.words[after] & 0x7FFFFFFF)
     state.words[at] = state.words[other] ^ (bits >> 1) ^ ((bits & 1) * 0x9908B0DF)
 
 
 def refill(state: RandomState) -> None:
-    """Make the next words of the state."""
+    """Computes the next words of the state."""
     for at in range(WORDS - SHIFTED):
         mix(state, at, at + 1, at + SHIFTED)
     for at in range(WORDS - SHIFTED, WORDS - 1):
@@ -72,14 +72,14 @@ def next_word(state: RandomState) -> int:
 
 
 def random(state: RandomState) -> float:
-    """A number from 0 to below 1."""
+    """Returns a random number in [0, 1)."""
     high = next_word(state) >> 5
     low = next_word(state) >> 6
     return (high * 67108864.0 + low) / 9007199254740992.0
 
 
 def randint(state: RandomState, count: int) -> int:
-    """A whole number from 0 to below `count`, which is below 2**32."""
+    """Returns a random integer in [0, count), for `count` below 2**32."""
     mask = count - 1
     for shift in (1, 2, 4, 8, 16):
         mask |= mask >> shift
@@ -92,12 +92,12 @@ def randint(state: RandomState, count: int) -> int:
 
 
 def between(state: RandomState, first: int, stop: int) -> int:
-    """A whole number from `first` to below `stop`."""
+    """Returns a random integer in [first, stop)."""
     return first + randint(state, stop - first)
 
 
 def normal(state: RandomState, mean: float, deviation: float) -> float:
-    """A normal number, by the polar method."""
+    """Returns a normal random number, by the polar method."""
     if state.words[HAS_SPARE] == 1:
         state.words[HAS_SPARE] = 0
         return mean + deviation * state.spare[0]
@@ -113,5 +113,5 @@ def normal(state: RandomState, mean: float, deviation: float) -> float:
 
 
 def uniform(state: RandomState, low: float, high: float) -> float:
-    """A number from `low` to below `high`."""
+    """Returns a random number in [low, high)."""
     return low + (high - low) * random(state)

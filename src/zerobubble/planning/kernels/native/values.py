@@ -29,7 +29,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Record:
-    """One element of an array with named fields, by its place: what is written to it changes the array."""
+    """A reference to one element of an array with named fields. Writing to it changes the array."""
 
     dtype: np.dtype[Any]
 
@@ -45,24 +45,24 @@ class Several:
 Type = Scalar | Array | Record | Several
 
 ELEMENTS = {np.dtype(np.int64): "i64", np.dtype(np.float64): "double", np.dtype(np.uint8): "i8"}
-"""Element types of arrays and of fields, and what they are in LLVM."""
+"""Element types of arrays and of fields, with their LLVM types."""
 
 
 class Value(NamedTuple):
-    """A value that is known when the code runs: its type, and the names of its words in LLVM."""
+    """A value that is known only at run time: its type, and the names of its words in LLVM."""
 
     type: Type
     words: tuple[str, ...]
 
 
 class Known(NamedTuple):
-    """A value that is known while the code is compiled, such as a number, a function or a module."""
+    """A compile-time constant, such as a number, a function or a module."""
 
     value: Any
 
 
 class NotCompiledError(Exception):
-    """A kernel uses what this compiler does not know, at a line."""
+    """A kernel uses a feature that this compiler does not support. The message names the line."""
 
 
 def words_of(kind: Type) -> Iterator[str]:
@@ -92,7 +92,7 @@ def joined(values: list[Value]) -> Value:
 
 
 def unified(one: Type, other: Type) -> Type | None:
-    """The type that both fit in, None if there is none."""
+    """Returns the common type of both; None if there is none."""
     if one == other:
         return one
     if isinstance(one, Scalar) and isinstance(other, Scalar):
