@@ -1,6 +1,6 @@
 """Lower bounds on the time of any schedule for a problem: the certificate of every plan.
 
-Microbatches are alike, so we may assume that they pass every stage in order. For each pass of a rank,
+Microbatches are equal, so we may assume that they pass every stage in order. For each pass of a rank,
 
 - the first microbatch reaches it only after the chain of passes before it, and memory limits the work that the rank can do meanwhile;
 - the last microbatch leaves it through the chain of passes after it, and memory limits the work that can be left for that time;
@@ -12,8 +12,8 @@ release times and tails (`one_machine`).
 
 With recomputation, time limits the R passes, and so the memory that they can save (`recompute`, `slack`).
 
-Microbatches of unequal cost (`Costs.shares`) are not alike. Removing some of them from a schedule leaves a schedule of the others, which is
-no shorter than one of equal microbatches of the smallest remaining share. And every rank has all its work to do.
+Microbatches with `Costs.shares` are not equal. Removing some of them from a schedule leaves a schedule of the others, which is
+no shorter than one of equal microbatches of the smallest remaining share. In addition, every rank has to do all its work.
 
 A BW is a B with its W immediately after. It never holds more than F saved, so no bound counts more pending bytes than that. Overlapped
 passes count without the time that they can hide, and W with no more than a BW takes beyond its B (`overlap`).

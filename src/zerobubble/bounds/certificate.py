@@ -1,8 +1,8 @@
 """Bounds of a whole placement: claims for every rank, the strongest of which becomes the bound.
 
-A claim about a rank adds up three times: a microbatch needs time to reach the rank (the head), the rank has its work to do, and a
-microbatch needs time to return from it (the tail). Memory limits what overlaps with head and tail, and may delay forwards. Each claim is
-valid for every legal schedule, so their maximum is a lower bound.
+A claim about a rank is the sum of three times: for a microbatch to reach the rank (the head), for the rank's work, and for a microbatch to
+return from it (the tail). Memory limits the work that overlaps with head and tail, and may delay forwards. Each claim is valid for every
+legal schedule, so their maximum is a lower bound.
 
 A visit is one pass, F or B, of a microbatch on a rank, numbered in the order in which a microbatch makes them.
 """
@@ -91,14 +91,14 @@ def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limi
     """Computes lower bounds on span and makespan; `limits=None` stands for unlimited memory.
 
     If overlapped passes hide time (`Costs.hidden`), or a BW takes less than B and W (`Costs.fused`), the bounds hold for schedules with
-    such steps, too. If `shortage` finds that nothing fits, they are those of a limit that holds one microbatch. Microbatches with shares
-    may come in any order. Raises `InputError` for arguments that do not match, and for a placement of several routes.
+    such steps, too. If `shortage` finds that nothing fits, the bounds are computed for a limit that holds one microbatch. Microbatches with
+    shares may come in any order. Raises `InputError` for arguments that do not match, and for a placement of several routes.
     """
     return bounds_with_delay(placement, num_microbatches, costs, limits, 0)
 
 
 def bounds_with_delay(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, delay: int) -> Bounds:
-    """`lower_bounds` with `delay` ns between the last stage's F and its B, which counts only without shares."""
+    """Like `lower_bounds`, with `delay` ns between the last stage's F and its B. The delay is ignored if there are shares."""
     check_parts(placement, costs, limits)
     if num_microbatches < 1:
         raise InputError("a bound needs at least 1 microbatch, got {num_microbatches}", num_microbatches=num_microbatches)
@@ -136,8 +136,8 @@ def bounds_with_shares(
 ) -> Bounds:
     """Bounds for microbatches with shares, in any order; `bounds_of_equal(count, share)` bounds equal microbatches.
 
-    The work of each rank, passes of these `kinds`, counts in full. And all microbatches of some share or more take at least as long as
-    equally many of exactly that share.
+    The work of each rank, passes of these `kinds`, counts in full. Microbatches of at least some share take at least as long as the same
+    number of exactly that share.
     """
     starts = first_starts(placement, costs.scaled(min(costs.shares)))
     spans, makespans = (_work_claims(placement, costs, kinds, begins) for begins in ([0] * placement.num_ranks, starts))
@@ -151,7 +151,7 @@ def bounds_with_shares(
 
 
 def _work_claims(placement: Placement, costs: Costs, kinds: Sequence[Kind], begins: Sequence[int]) -> list[Claim]:
-    """For each rank, the ns of all its passes of these kinds, after the earliest time at which it can begin."""
+    """For each rank, the earliest time at which it can begin plus the time of all its passes of these kinds, in ns."""
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         works[rank] += sum(sum(costs.times(kind, stage)) for kind in kinds)
@@ -160,7 +160,7 @@ def _work_claims(placement: Placement, costs: Costs, kinds: Sequence[Kind], begi
 
 
 def _thresholds(shares: Sequence[float]) -> list[float]:
-    """Up to `MOST_THRESHOLDS` of the shares, with the least and the largest."""
+    """Up to `MOST_THRESHOLDS` of the shares, including the smallest and the largest."""
     known = sorted(set(shares))
     step = max(1, (len(known) - 1) / (MOST_THRESHOLDS - 1))
     return [known[round(place * step)] for place in range(min(len(known), MOST_THRESHOLDS))]
@@ -168,10 +168,10 @@ def _thresholds(shares: Sequence[float]) -> list[float]:
 
 @takes()
 def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: Sequence[int] = ()) -> str:
-    """Names every rank that cannot hold one microbatch, with what it lacks; empty if one microbatch fits.
+    """Names every rank that cannot hold one microbatch, with the missing memory; empty if one microbatch fits.
 
-    Before a rank can start the first backward of a microbatch, it holds what all its stages saved for it. Of microbatches of unequal cost
-    the largest counts. With `sizes`, the bytes of a microbatch on each rank, figures are in microbatches.
+    Before a rank can start the first backward of a microbatch, it holds what all its stages saved for it. If microbatches are of unequal
+    cost, the largest one counts. With `sizes`, the bytes of a microbatch on each rank, figures are in microbatches.
     """
     check_parts(placement, costs, limits)
     one = "the largest" if costs.shares else "one"
@@ -249,7 +249,7 @@ def _claims_of_rank(here: RankPasses, begin: int) -> Iterator[Claim]:
 
 
 def _strongest_within(window: Window, by_rank: Sequence[RankPasses], known: Sequence[Claim]) -> Claim:
-    """The strongest claim about the length of `window`: of those `known` and those that follow from each rank."""
+    """Returns the strongest claim about the length of `window`, among the `known` ones and those from each rank."""
     claims = [*known, *(claim for here in by_rank for claim in _claims_of_head_and_tail(here, window))]
     best = max(claims, key=_time_of)
     return max([best, *_claims_of_memory_wait(by_rank, window, best.time)], key=_time_of)
@@ -274,7 +274,8 @@ def _claims_of_head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim
 
 
 def _claims_from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Claim]:
-    """Claims by earliest starts of the last microbatch and by busy ranks, for a window that begins with the first pass of all."""
+    """Claims from the earliest starts of the last microbatch and from busy ranks, for a window that begins with the first pass of all
+    ranks."""
     event = "all ranks end" if window.rank is None else f"rank {window.rank} ends"
     for here in by_rank:
         after: dict[int | None, int] = {

@@ -16,7 +16,7 @@ from zerobubble.ir import Kind, Op, Placement
 from zerobubble.rules import makers, uses
 
 Chain = dict[Op, int]
-"""The passes F and B of one microbatch in order, each with its earliest start in ns if there is no other work."""
+"""The F and B passes of one microbatch in order, each with its earliest start in ns if there is no other work."""
 
 ChainNeeds = dict[Op, list[tuple[Op, int]]]
 """The passes of the chain in order, each with the passes that it waits for and the least ns from their start to its own."""
@@ -36,7 +36,8 @@ def starts_of(needs: ChainNeeds) -> Chain:
 
 
 def chain_needs(placement: Placement, costs: Costs, delay: int = 0) -> ChainNeeds:
-    """Returns what each pass of the chain waits for; `delay` is an additional time in ns between the last stage's F and its B."""
+    """Returns the passes that each pass of the chain waits for. `delay` is an additional time in ns between the last stage's F and its
+    B."""
     stages, home = placement.num_stages, placement.routes[0]
     chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
     known = set(chain)
@@ -65,7 +66,7 @@ def _lag(maker: Op, user: Op, home: Sequence[int], costs: Costs) -> int:
 class RankPasses:
     """The passes of a microbatch on one rank, in the order of its visits.
 
-    `places` are their places in the chain, `starts` their earliest starts (ns) there. `load` is all the work of the rank.
+    `places` are their indices in the chain, and `starts` are their earliest starts (ns) in it. `load` is all the work of the rank.
     """
 
     rank: int
@@ -129,7 +130,7 @@ def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
 def spans_of(by_rank: Sequence[RankPasses], chain: Chain, costs: Costs) -> list[Window]:
     """Returns the spans to bound: that of the first stage's rank, and any that is longer for a microbatch alone.
 
-    Other spans need no bound of their own: what makes one of them long makes that of the first stage's rank at least as long.
+    Other spans need no bound of their own: anything that makes one of them long makes the span of the first stage's rank at least as long.
     """
     first = min(by_rank, key=lambda home: home.places[0])
     limit = _end_of(first.passes[-1], chain, costs)

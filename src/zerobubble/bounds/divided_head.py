@@ -2,7 +2,7 @@
 
 Removing the passes of the head leaves a schedule of the stages alone. It needs no more memory, and its last stage delays B until all parts
 of its input gradient have arrived. So lower bounds for such schedules apply. In addition, every rank begins with a forward, since its part
-of the head needs the forwards of all stages. From there on, it has all its work to do.
+of the head needs the forwards of all stages. After that, it has to do all its work.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zerobubble.bounds.rank_load import RankLoad
 
 MAX_CHOICES = 4
-"""Stages whose W is tried both as done and as pending, for each number of stages: at most 2 to this power of states."""
+"""The number of stages whose W is tried both as done and as pending: each number of stages has at most 2 to this power of states."""
 
 
 def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) -> int:
@@ -24,8 +24,8 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
 
     `starts` are the earliest starts of the rank's visits for a microbatch alone. When an F begins, some microbatches before it still wait
     for B of its stage, and each holds what the rank's stages up to it have saved. For the F to fit, the oldest of them must have progressed
-    (at once, or after all its F) until its bytes and those of the others fit; and the microbatch before it until the bytes of all of them
-    fit in addition to its own.
+    (at once, or after all its F) until its bytes and those of the others fit. The microbatch before the oldest must have progressed until
+    its bytes fit in addition to theirs.
     """
     pace, last, each = load.forward[visit], load.microbatches - 1, load.held_during(visit)
     if not each:
@@ -53,7 +53,7 @@ def _at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
 
 
 class BackwardState(NamedTuple):
-    """How far a microbatch is in its backward: the stages that wait for B, and the bytes held.
+    """The progress of a microbatch in its backward: the stages that wait for B, and the bytes held.
 
     `passes` has each B done so far, by its visit, with the ns of that B and of all that follows it up to this state.
     """
@@ -86,9 +86,9 @@ def backward_states(load: RankLoad) -> list[BackwardState]:
 
 
 def _waits(load: RankLoad, starts: Sequence[int], visit: int, most: int) -> list[tuple[int, int, int]]:
-    """For numbers of microbatches that wait for B of a visit's stage: the ns from its F until the oldest, and the one before, free memory.
-
-    Of numbers with equal waits only the largest counts, which asks for the least. The waits grow where a state no longer fits.
+    """For each number of microbatches that wait for B of a visit's stage: the ns from its F until the oldest of them, and the one before
+    it, free memory. If several numbers have equal waits, only the largest counts, because it requires the least. The waits grow when a
+    state no longer fits.
     """
     each = load.held_during(visit)
     since = [(state.left > visit, state.held, max(0, state.time(starts) - starts[visit])) for state in backward_states(load)]
@@ -122,14 +122,14 @@ def unused_memory(load: RankLoad) -> Fraction:
 
 
 def _filling(load: RankLoad, pace: int) -> tuple[Fraction, Fraction]:
-    """How long memory takes to fill, a stage every `pace` ns, and the byte-ns unused meanwhile."""
+    """Returns the ns in which memory fills, one stage every `pace` ns, and the byte-ns unused during that time."""
     largest = max(load.saved)
     count = load.limit // largest
     return Fraction(count * pace), Fraction(pace * (count * load.limit - largest * count * (count + 1) // 2))
 
 
 def _emptying(load: RankLoad) -> tuple[Fraction, Fraction]:
-    """How long memory takes to empty, and the byte-ns unused meanwhile.
+    """Returns the ns in which memory empties, and the byte-ns unused during that time.
 
     Each stage that holds bytes needs its W, so this is filling in reverse. If W frees little, B frees more: bytes are freed no faster than
     at the higher of the two rates, except for the pass that is running.

@@ -45,7 +45,7 @@ class MicrobatchStarts:
 
     They are computed for the first `count` microbatches: for all of them if that takes at most `MOST_STEPS`. The same bounds apply when
     counting from any later microbatch, so the others are extrapolated `count` - 1 at a time. If the work of a rank alone gives a higher
-    bound, that one counts.
+    bound, that bound is used.
     """
 
     def __init__(self, needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses]) -> None:

@@ -17,7 +17,7 @@ from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.ir import Op
 
 MOST_PASSES = 300
-"""Passes of a problem up to which this bound is computed; in larger problems it was never the strongest."""
+"""The bound is computed for problems of at most this many passes. In larger problems, it was never the strongest."""
 
 NOTHING = -(2**62)
 """The tail of a pass that nothing in the window must follow."""

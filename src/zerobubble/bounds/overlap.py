@@ -1,7 +1,7 @@
 """Reduces costs with overlapped or fused passes to costs of separate passes, so that lower bounds for separate passes apply.
 
 An overlapped step of F and B, or of F and BW, takes at least the sum of their times minus the hidden time, and each pass is in at most one
-step. So a share of the largest possible hidden time is subtracted from F, and the rest from B. The shortened passes then fit one after
+step. So a fraction of the largest possible hidden time is subtracted from F, and the rest from B. The shortened passes then fit one after
 another into the time of their step, in the same order and the same memory. The bound is valid for every share, so the strongest counts.
 
 A BW that takes less than B and W (`Costs.fused`) is handled in the same way: W is shortened to what the BW takes beyond its B. Every
@@ -61,7 +61,7 @@ def without_fused(costs: Costs) -> Costs:
 def without_hidden(placement: Placement, costs: Costs, share: float = 0.5) -> Costs:
     """Returns `costs` without hidden time: this `share` of the most that a step can hide is subtracted from F, the rest from B.
 
-    What exceeds B is subtracted from W, because an F may overlap a BW, which contains W.
+    Any excess over B is subtracted from W, because an F may overlap a BW, which contains W.
     """
     most, rounding = _most_hidden(placement, costs), _rounding(costs)
     both = list(map(sum, zip(costs.backward, costs.weight, strict=True)))

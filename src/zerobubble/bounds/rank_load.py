@@ -1,4 +1,4 @@
-"""Upper bounds on the work of one rank before the first microbatch makes a visit, and after the last one begins it, given its memory.
+"""Upper bounds on the work of one rank, given its memory: before the first microbatch begins a visit, and after the last one begins it.
 
 A rank runs its passes of a microbatch in the order F of its first stage to F of its last, B of its last to B of its first. With v stages,
 these are its visits 0 to 2v-1. While a microbatch waits for B of a stage, it also waits for B of all the rank's earlier stages.
@@ -18,7 +18,7 @@ from math import floor
 from typing import NamedTuple
 
 MOST_EXACT = 24
-"""Microbatches times stages of a rank up to which the knapsack is solved exactly."""
+"""The knapsack is solved exactly if the microbatches times the stages of a rank are at most this."""
 
 MOST_SUMS = 100
 """Maximum number of pairs of bytes and work that the exact solution keeps; with more, bounds are used."""
@@ -27,7 +27,7 @@ MOST_SUMS = 100
 class MicrobatchState(NamedTuple):
     """The progress of a microbatch on a rank: the bytes `held` for the `stages` that wait for B, and the `work` done or left, in ns.
 
-    In addition, W may be pending in the stages from number `first_pending` on.
+    In addition, W may be pending in stages `first_pending` and later.
     """
 
     held: int

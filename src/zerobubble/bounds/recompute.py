@@ -1,12 +1,12 @@
 """Lower bounds with recomputation, which hold for every choice of levels, by stage and microbatch.
 
-Whatever is recomputed, F keeps at least what the level with the least memory keeps, and no pass takes less time. So every bound for stages
-that keep that little holds. Two more inequalities for each rank are linear in the share of microbatches that have each level: recomputing
+For any choice, F keeps at least the bytes of the level with the least memory, and no pass takes less time. So every bound for stages that
+keep only these bytes holds. Two more inequalities for each rank are linear in the share of microbatches that have each level: recomputing
 costs time, and not recomputing fills memory over time. The least span that satisfies both follows by duality: any convex combination of the
 two, with each stage at its best level, is a bound.
 
-Before the first B of a rank, more forwards fit in memory if they keep little, but each then leaves an R for later. So such a forward gains
-only its own time minus that of its R. The forward of the first B itself gains its full time, because by then it is held in full.
+Before the first B of a rank, more forwards fit in memory if they keep little, but each of them leaves an R for later. So such a forward
+gains only its own time minus that of its R. The forward of the first B itself gains its full time, because by then it is held in full.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def shortage_with_recompute(
 ) -> str:
     """Names the ranks that cannot hold one microbatch if each stage has one of its `levels`; empty if one fits.
 
-    While a B runs, its stage holds all that its forward saves, and the earlier stages of its rank what they keep. Of microbatches of
-    unequal cost the largest counts. With `sizes`, the bytes of a microbatch on each rank, figures are in microbatches.
+    While a B runs, its stage holds all that its forward saves, and the earlier stages of its rank hold the bytes that their levels keep. Of
+    microbatches of unequal cost the largest counts. With `sizes`, the bytes of a microbatch on each rank, figures are in microbatches.
     """
     one = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
@@ -150,7 +150,7 @@ def _work_of(placement: Placement, costs: Costs, rank: int, microbatches: int) -
 def _work_and_memory(
     placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level]
 ) -> Iterator[tuple[int, int, int]]:
-    """For each rank: the rank, the earliest start of its first pass, and the least ns from there to the end of its last one."""
+    """For each rank: the rank, the earliest start of its first pass, and the least ns from that start to the end of its last pass."""
     starts = earliest_starts(placement, costs)
     least = cache(_least_span)
     for rank in range(placement.num_ranks):
@@ -170,7 +170,7 @@ def _before_first_backward(
 ) -> Iterator[tuple[bool, int, Callable[[], str]]]:
     """Yields lower bounds that follow from the work that a rank can do before its first B.
 
-    Each is whether it bounds the span too or only the makespan, its ns, and its reason.
+    Each item is (whether it bounds the span as well as the makespan, ns, reason).
     """
     chain = earliest_starts(placement, costs)
     by_rank = passes_by_rank(placement, microbatches, costs, limits, chain)

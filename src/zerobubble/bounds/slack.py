@@ -1,12 +1,12 @@
 """Lower bounds by slack: R's fit only into the time that work leaves, so the length of a schedule limits what they can save in memory.
 
-Take a schedule whose objective is at most T. No rank is busy for longer than T, so its R's take no more than T less its other work. Remove
+Take a schedule whose objective is at most T. No rank is busy for longer than T, so its R's take at most T minus its other work. Remove
 the R's, and let each forward keep all that it saves: passes F, B and W stay where they are, and at any time the rank holds more than before
 by no more than what R's of that duration can save, a knapsack (`Slack.memory`). So the result is a schedule without R in that much more
 memory. If no such schedule is as short as T, T is refuted. Savings grow with T, so the largest refuted T is found by bisection.
 
-If every forward is recomputed, the quickest level counts as fixed: its time as work, its memory as kept. Savings are then what other levels
-keep less, for the time that they take more.
+If every forward is recomputed, the quickest level counts as fixed, with its time as work. Savings are then the bytes that other levels keep
+less, and their price is the time that they take more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zerobubble.ir import Placement
 from zerobubble.units import show_ms
 
 MOST_FORWARDS = 100
-"""Forwards of a rank up to which the knapsack over forwards and levels is solved exactly."""
+"""The knapsack over forwards and levels is solved exactly for at most this many forwards of a rank."""
 
 Value = TypeVar("Value")
 
@@ -37,7 +37,7 @@ Options = tuple[tuple[int, int], ...]
 
 
 class MicrobatchGroup(NamedTuple):
-    """Microbatches of equal cost: how many, and the `costs` of one at its quickest level.
+    """Microbatches of equal cost: their number, and the `costs` of one at its quickest level.
 
     By stage, `recompute_time` is the ns of R at that level, and `saved` and `left` are the bytes after F in full and after B. `options` are
     the additional ns and the bytes saved of each level that keeps less.
@@ -51,7 +51,7 @@ class MicrobatchGroup(NamedTuple):
     options: tuple[Options, ...]
 
     def with_option(self, stage: int, place: int, count: int) -> list[MicrobatchGroup]:
-        """The group split in two: `count` of its microbatches have that option of a stage, the others exclude it."""
+        """The group split in two: `count` of its microbatches use that option of a stage, the others exclude it."""
         time, saved = self.options[stage][place]
         kept = _with(self.costs.held_after_f, stage, self.costs.held_after_f[stage] - saved)
         having = self._replace(
@@ -154,7 +154,8 @@ def rank_savings(placement: Placement, limits: Limits, groups: Sequence[Microbat
 
 
 def _most_at_once(limit: int, held: Sequence[tuple[int, int, Options]]) -> int:
-    """The most bytes that forwards can save at once. At the first of their B, that one is held in full, and all others are still held.
+    """The most bytes that forwards can save at once. When the first of their B runs, its forward is held in full, and all others are still
+    held.
 
     `held` are, by stage, the number of forwards, the bytes of one in full, and its options as bytes kept and saved.
     """
@@ -180,7 +181,7 @@ class Slack:
 def bounds_from_slack(slack: Slack, known: Bounds, without: Callable[[Limits], Bounds], unit: int, tries: int) -> Bounds:
     """The bounds by slack if they are above the `known` ones. `without` bounds schedules without R, in multiples of `unit` ns.
 
-    Each try calls `without`. With few tries the bounds are weaker, yet valid.
+    Each try calls `without`. With few tries, the bounds are weaker but still valid.
     """
     by_memory: dict[Limits, Bounds] = {}
 
@@ -210,7 +211,7 @@ def bounds_from_slack(slack: Slack, known: Bounds, without: Callable[[Limits], B
 
 
 def _with(column: tuple[Value, ...], stage: int, value: Value) -> tuple[Value, ...]:
-    """The column with another value for one stage."""
+    """Returns the column with one stage's value replaced."""
     return tuple(value if here == stage else own for here, own in enumerate(column))
 
 

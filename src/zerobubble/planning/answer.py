@@ -85,13 +85,13 @@ class Choice(Displayed):
 class Plan(Displayed):
     """The best schedule found for a problem, and its optimality gap.
 
-    `time` is the problem's objective in ns, `bound` a proven lower bound on it. Among equally short schedules the one with the smaller
+    `time` is the problem's objective in ns, `bound` a proven lower bound on it. Among equally short schedules, the one with the smaller
     `makespan` (ns) wins. `offloads` are what each rank moves to the host. `how` names what found the schedule, in `seconds` without the
     seconds of `compiling` the search. `reason` says why there is no schedule, and `interrupted` that Ctrl-C ended the search.
 
-    `choices` are the candidates, such as placements: the best first, those on which nothing can run last, without gathers and offload.
-    `str` gives a table of them with reasons. `savings` say what each axis saved. `simple` is a published schedule that is nearly as short,
-    if there is one. A plan read from a file has no choices.
+    `choices` are the candidates, such as placements, without gathers and offload. The best come first, and those on which nothing can run
+    last. `str` gives a table of them with reasons. `savings` say what each axis saved. `simple` is a published schedule that is nearly as
+    short, if there is one. A plan read from a file has no choices.
     """
 
     problem: Problem
@@ -176,7 +176,7 @@ class Plan(Displayed):
         return min(plan.least_bubble for plan in with_schedule)
 
     def with_winner(self, winner: Plan, *savings: Saving) -> Plan:
-        """The same search with another winner, which is none of its choices, and its savings."""
+        """Returns the same search with `savings` and another winner, which is not one of its choices."""
         cut_short = self.interrupted
         return replace(winner, choices=self.choices, savings=savings, seconds=self.seconds, compiling=self.compiling, interrupted=cut_short)
 
@@ -211,7 +211,7 @@ class Plan(Displayed):
 
     @property
     def not_run(self) -> tuple[str, ...]:
-        """Pairs of axes in the schedule that no pipeline runs together yet, a sentence each; empty if `zb.Pipeline` runs it."""
+        """One sentence for each pair of axes in the schedule that no pipeline can run together yet. Empty if `zb.Pipeline` can run it."""
         if self.order is None:
             return ()
         used = {"head": self.order.has_divided_head, "sharded": self.problem.sharded is not None, "host": bool(self.offloads)}
@@ -297,7 +297,8 @@ class Plan(Displayed):
     def peak_microbatches(self) -> float | None:
         """Peak memory of the fullest rank, in microbatches of all its stages without a head; None without a schedule.
 
-        A stage counts with the most that it ever holds of a microbatch: what F saved, or what B leaves for W if that is more.
+        A stage counts with the most bytes that it ever holds of a microbatch: those that F saved, or those that B leaves for W if they are
+            more.
         """
         if self.order is None:
             return None

@@ -1,9 +1,9 @@
 """The search on one placement, in stages of increasing effort, and the budget that it may spend.
 
-An `Attempt` is what is known of one placement. It starts with the best published schedule and the papers' heuristics (`start_attempt`), may
-get a sharper bound (`with_sharper_bound`), and is then improved by the compiled search (`improve`). Each step returns an attempt that is at
-least as good. Every answer is verified and played in plain Python before it counts, so an error in a kernel can cost quality, never
-correctness.
+An `Attempt` holds the state of the search on one placement. It starts with the best published schedule and the papers' heuristics
+(`start_attempt`), may get a sharper bound (`with_sharper_bound`), and is then improved by the compiled search (`improve`). Each step
+returns an attempt that is at least as good. Every answer is verified and played in plain Python before it counts, so an error in a kernel
+can cost quality, never correctness.
 
 With many microbatches, the search first orders few of them and lengthens that schedule (`lengthening`). An evaluation
 plays every pass, so a good order of few microbatches is found much sooner.
@@ -56,7 +56,7 @@ ProgressCallback = Callable[[PlanProgress], None]
 
 
 class Budget(NamedTuple):
-    """How long to search: `seconds`, or a number of `evaluations` (schedules played), which makes the result deterministic."""
+    """The budget of a search: `seconds`, or a number of `evaluations` (schedules played), which makes the result deterministic."""
 
     seconds: float
     evaluations: int | None = None
@@ -84,7 +84,8 @@ class Budget(NamedTuple):
         return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
 
     def lasts_for_seeds(self, passes: int) -> bool:
-        """Whether half of it is enough to make schedules of this many passes in all; always true if the clock must not decide."""
+        """Whether half of the budget suffices to make schedules with this total number of passes; always true if the clock must not
+        decide."""
         return self.evaluations is not None or self.is_empty or FIRST_SECONDS * passes <= self.seconds / 2
 
     def lasts_for_check(self, problem: Problem) -> bool:
@@ -92,7 +93,7 @@ class Budget(NamedTuple):
         return self.evaluations is not None or self.seconds > CHECK_SECONDS * problem.num_passes
 
     def lasts_for_windows(self, problem: Problem) -> bool:
-        """Whether the window bound takes at most a small part of it; of `SECONDS_COUNTED` if the clock must not decide."""
+        """Whether the window bound takes at most a small part of the budget, or of `SECONDS_COUNTED` if the clock must not decide."""
         seconds = self.seconds if self.evaluations is None else SECONDS_COUNTED
         pairs = problem.num_passes**2 / problem.placement.num_ranks
         return not self.is_empty and WINDOWS_SECONDS * pairs <= WINDOWS_SHARE * seconds
@@ -101,7 +102,7 @@ class Budget(NamedTuple):
 Search = Callable[[Mapping[str, Problem], Budget, int], Plan]
 """Plans `problems` (by name of placement) within a budget and with a seed; the best plan, with each placement's as its choices.
 
-The search for one axis of a problem wraps the search for the others, and is itself a `Search`.
+The search for one axis of a problem wraps the search for the others and is a `Search`, too.
 """
 
 FIRST_SECONDS = 6e-6
@@ -114,16 +115,16 @@ COMPILED_SECONDS = 0.4
 """Seconds in which the compiled heuristic orders `PASSES_WITHOUT_CLOCK` passes."""
 
 PASSES_WITHOUT_CLOCK = 60_000
-"""Passes up to which heuristics run if the clock must not decide, which takes some seconds."""
+"""If the clock must not decide, heuristics run for at most this many passes, which takes some seconds."""
 
 PASSES_PER_SECOND = 30_000
 """Passes that the heuristics order in a second."""
 
 FAR_FROM_BOUND = 1.3
-"""Ratio of a seed to the bound above which one pass of the list scheduler may well be shorter."""
+"""If a seed is longer than the bound by this factor, one run of the list scheduler may well be shorter."""
 
 NEAR_BOUND = 1.01
-"""Ratio of a seed to the bound below which the shortest schedule most likely has a steady state."""
+"""If a seed is within this factor of the bound, the shortest schedule most likely has a steady state."""
 
 LENGTHENED_SHARE = 2 / 3
 """Share of a first search for a schedule of few microbatches that is then lengthened."""
@@ -220,7 +221,7 @@ def left_out(name: str, problem: Problem, bound: Bound) -> Attempt:
 def with_sharper_bound(attempt: Attempt, budget: Budget) -> Attempt:
     """The attempt with the window bound if that is sharper, which may prove its schedule optimal.
 
-    A schedule that meets the simple bound needs no other. `budget` is that of all placements. Compiling counts unless it is done before.
+    A schedule that meets the simple bound needs no other. `budget` is that of all placements. Compilation counts unless it was done before.
     Raises `InputError` if llvmlite is missing.
     """
     if not attempt.can_improve:
@@ -282,7 +283,7 @@ def with_paired_schedule(attempt: Attempt) -> Attempt:
 
 
 def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:
-    """The attempt after a search, never worse. Checking the answer counts, and so does compiling unless it is done before.
+    """The attempt after a search, never worse. Checking the answer counts. Compilation counts unless it was done before.
 
     An attempt with a schedule is returned unchanged if the budget would end before a better one was checked.
     """
@@ -299,10 +300,10 @@ def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: Progre
 
 
 def _with_lengthened(attempt: Attempt, budget: Budget, seed: int) -> tuple[Attempt, Budget]:
-    """Searches a schedule of few microbatches and lengthens it; the attempt and the budget that is left.
+    """Searches a schedule of few microbatches and lengthens it. Returns the attempt and the remaining budget.
 
-    Does nothing if there are hardly more microbatches than few, or far from the bound: then warm-up and cool-down dominate, and they depend
-    on the number of microbatches.
+    Does nothing if the problem has hardly more microbatches, or if its schedule is far from the bound. Warm-up and cool-down then dominate,
+    and they depend on the number of microbatches.
     """
     started, plan = perf_counter(), attempt.plan
     few = with_few_microbatches(plan.problem)
@@ -351,7 +352,7 @@ def _plan_progress(attempt: Attempt, progress: Progress) -> PlanProgress:
 
 
 def shorter(one: Plan, other: Plan) -> Plan:
-    """The plan with the shorter schedule; of equals the one with the smaller makespan, or else the first."""
+    """Returns the plan with the shorter schedule. If both are equally short, the one with the smaller makespan wins, then the first."""
     if one.time is None or other.time is None:
         return other if one.time is None else one
     return other if (other.time, other.makespan or 0) < (one.time, one.makespan or 0) else one

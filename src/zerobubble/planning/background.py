@@ -36,7 +36,7 @@ _MOST_WORDS = 600
 
 
 class PlannerError(Exception):
-    """The process gives no plan; the message says why."""
+    """The process returned no plan; the message says why."""
 
 
 class BackgroundPlanner:

@@ -89,7 +89,7 @@ def _best(answers: Sequence[Plan]) -> Plan | None:
 
 
 def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budget) -> Attempt:
-    """What a planner of the papers finds, with the bound that a search within `budget` has; the simple bound without llvmlite.
+    """The plan of a published planner, with the bound of a search within `budget`, or the simple bound without llvmlite.
 
     It cannot order R's: if stages recompute, it orders passes that keep little, with R as a part of B, and the R's are inserted later. The
     seconds of the result are those of that planner alone.

@@ -78,7 +78,7 @@ def solve(
 ) -> Plan:
     """Finds the shortest schedule for `problem` in `seconds` (5), or with `evaluations` schedules played, which is deterministic.
 
-    Seeds, search and the final check share the seconds; compiling the search does not count. With a budget of 0 the answer is the best of
+    Seeds, search and the final check share the seconds. Compilation does not count. With a budget of 0 the answer is the best of
     `seeds` and the published schedules. `baseline` names a planner of the papers to use instead. Ctrl-C returns the best so far. The answer
     is verified and played in plain Python. Raises `InputError` for a negative budget, for both `seconds` and `evaluations`, and for a
     divided head or a host, which `zb.plan` plans.
@@ -284,8 +284,8 @@ def _plan_fused(
 ) -> Plan:
     """The plan with recomputation or shares if a BW takes less than B and W, which the searches for these do not support.
 
-    Each search runs for split backward passes, for whole ones, and with the times of the bound. In what it finds, all B and W are then
-    joined, or only adjacent ones, or none, whichever is shortest and fits.
+    Each search runs for split backward passes, for whole ones, and with the times of the bound. In each result, all B and W are joined, or
+    only adjacent ones, or none: the shortest variant that fits wins.
     """
     started = perf_counter()
     split_problems = {name: tuple(passes_one_at_a_time(problem)) for name, problem in problems.items()}
@@ -312,7 +312,8 @@ def _plan_fused(
 
 
 def _joined(plan: Plan, problem: Problem) -> Plan:
-    """A plan for passes one at a time as a plan for `problem`, whose BW may take less than B and W: the shortest that fits."""
+    """Converts a plan with passes one at a time to a plan for `problem`, whose BW may take less than B and W. Returns the shortest that
+    fits."""
     recomputed = plan.problem.recomputation
     target = problem if recomputed is None else with_levels(problem, recomputed.offered, *recomputed.chosen)
     bound = target.bound()
@@ -390,7 +391,7 @@ def ample_limits(placement: Placement, costs: Costs, num_microbatches: int) -> L
 
 
 def has_ample_memory(problem: Problem) -> bool:
-    """Whether memory limits nothing, as without a given limit."""
+    """Whether the limits never bind, as if no limit was given."""
     return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches)
 
 
@@ -405,7 +406,7 @@ def as_budget(seconds: float | None, evaluations: int | None) -> Budget:
 
 
 CLOSE = 0.005
-"""How much longer a published schedule may take to count as nearly as short."""
+"""A published schedule counts as nearly as short if it is longer by at most this fraction."""
 
 MOST_ASKED = 3
 """Published schedules that are played as published."""
@@ -414,7 +415,7 @@ MOST_ASKED = 3
 def simple_choice(attempts: Sequence[Attempt]) -> Plan | None:
     """The shortest published schedule that is nearly as short as the best of `attempts`, which are ranked.
 
-    It is played as published, with B and W fused if it has them so. None if there is none, and if the best is one.
+    It is simulated as published, with B and W fused if it fuses them. None if there is no such schedule, or if the best one is published.
     """
     best = attempts[0].plan
     if best.time is None or best.order is None or best.schedule.name in SCHEDULES:
@@ -435,7 +436,7 @@ def _length(plan: Plan) -> tuple[int, int]:
 
 
 def _published(attempt: Attempt) -> Iterator[Plan]:
-    """Published schedules for an attempt whose heuristic met the bound, so that none was made yet."""
+    """Makes published schedules for an attempt that has none yet, because its heuristic met the bound."""
     problem = attempt.plan.problem
     if attempt.plan.status is not Status.OPTIMAL or attempt.published or problem.num_passes > PASSES_WITHOUT_CLOCK:
         return

@@ -89,11 +89,12 @@ def plan_cuts(
     search: Search,
     progress: ProgressCallback | None = None,
 ) -> Plan:
-    """Plans cuts of layers with all that `search` plans; never worse than one after the other with half of the budget each.
+    """Plans cuts of layers together with all axes that `search` plans. The result is never worse than planning one after the other with
+    half of the budget each.
 
-    That is done first: the layers are cut alone, and the search runs on their cuts. Cuts that suit the other axes are tried, too, such as
-    those with a whole head in the last stage. Then layers of the winner move. This takes up to three times the budget. Raises `InputError`
-    if nothing fits.
+    The first step does just that: it cuts the layers alone, and the search runs on these cuts. Cuts that suit the other axes are tried,
+    too, such as those with a whole head in the last stage. Then layers of the winner move. This takes up to three times the budget. Raises
+    `InputError` if nothing fits.
     """
     started, half = perf_counter(), budget.share(2)
     for level in others.offered:
@@ -206,7 +207,7 @@ def _moved(layer_problem: LayerProblem, first: Plan, others: OtherAxes, search: 
 def _on_cut(layer_problem: LayerProblem, plan: Plan, cuts: Cuts, others: OtherAxes) -> tuple[Price, Plan] | None:
     """The plan with its levels, head and offloads on other cuts, replayed, and its price; None if it does not fit.
 
-    It has no bound yet: to bound a cut takes longer than to replay an order on it, and most cuts are not searched.
+    It has no bound yet, because bounding a cut takes longer than replaying an order on it, and most cuts are not searched.
     """
     cut, known = plan.cut, plan.problem
     assert cut is not None, "plans for layers have a cut"

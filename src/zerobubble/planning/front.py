@@ -77,14 +77,14 @@ def plan(
 
     `work` is a `Workload`, planned on any placement; the `Costs` of stages, planned on the placement that they know or that is given; or
     `Layer`s, which are cut into stages along with the schedule. Among equally short plans the one with the smaller makespan wins. All
-    placements share the budget; cuts of layers take as much once more. Everything else is as in `solve`. `plan.savings` say what each axis
-    saved. Raises `InputError` for an argument that cannot be used, and for all pairs of axes that cannot be planned together.
+    placements share the budget. Cuts of layers get the same amount in addition. Everything else is as in `solve`. `plan.savings` has the
+    savings of each axis. Raises `InputError` for an argument that cannot be used, and for all pairs of axes that cannot be planned
+    together.
 
     Arguments:
-        work: what ranks do (`Workload`), what stages cost (`Costs`), for example measured by `Pipeline.profile`, or what the layers of a
-            model cost, a sequence of `zb.partition.Layer` such as `zb.split(model).layers()`.
-        num_microbatches: slices of each batch.
-        memory: memory of each rank for activations: a number of microbatches of all its stages, bytes with a unit, such as "40GB", or
+        work: what ranks do (`Workload`), what stages cost (`Costs`), for example measured by `Pipeline.profile`, or the costs of a model's
+        layers, a sequence of `zb.partition.Layer` such as `zb.split(model).layers()`. num_microbatches: slices of each batch. memory:
+        memory of each rank for activations: a number of microbatches of all its stages, bytes with a unit, such as "40GB", or
             `Limits` with the bytes of each rank; None for as much as it takes. For layers it includes their parameters: in microbatches,
             those of an equal share of the layers.
         placements: names of families such as "vee" or ["linear", "looped-2"], placements, or placements by names of your own; "any", all

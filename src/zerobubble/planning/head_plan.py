@@ -103,7 +103,7 @@ class HeadSavings(Saving):
 
     @property
     def best(self) -> HeadOption:
-        """The quickest option; of equals the one with the smaller makespan, and then the first."""
+        """The quickest option. If several are equally quick, the one with the smaller makespan wins, then the first."""
         return min(self.ways, key=_price)
 
     def _summary(self) -> str:
@@ -145,7 +145,7 @@ def _price(way: HeadOption) -> tuple[int, int]:
 
 
 def _over(time: int, bound: Bound) -> float:
-    """How much longer than the bound a time (ns) is, as a share of the bound."""
+    """The excess of a time (ns) over the bound, as a fraction of the bound."""
     return time / bound.time - 1 if bound.time else 0.0
 
 
@@ -274,7 +274,8 @@ class _Searches:
 
 
 def _with_headroom(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more: int) -> dict[str, Problem]:
-    """The problems with memory for `more` microbatches, and what the head keeps of them, set aside, if one microbatch still fits."""
+    """The problems with memory reserved for `more` microbatches and the bytes that the head keeps of them. Leaves out problems in which no
+    microbatch fits any more."""
     smaller = {}
     for name, problem in stages.items():
         sizes, held = problem.microbatch_bytes, divided[name].costs.column(HEAD_BYTES)

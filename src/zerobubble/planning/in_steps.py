@@ -1,8 +1,8 @@
 """The search on one placement when steps of several passes save time: fused BW (`Costs.fused`), overlapped pairs (`Costs.hidden`).
 
-First, up to three searches order passes one at a time: with B and W split; with whole backward passes; and with W as long as a BW takes
-beyond its B. Adjacent B and W of their results are joined. Then annealing starts from the best of each; its moves join passes into steps,
-split steps, and move them.
+First, up to three searches order passes one at a time: with B and W split; with fused backward passes; and with the time of W reduced to
+that of BW minus B. Adjacent B and W of their results are joined. Then annealing starts from the best of each; its moves join passes into
+steps, split steps, and move them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ ROUNDS = 6
 
 @dataclass(frozen=True, repr=False)
 class CutSavings(Saving):
-    """What moving the cuts of the winner saved: `balanced` is its plan on balanced cuts, `found` the one on its cuts.
+    """The savings from moving the cuts of the winner: `balanced` is its plan on balanced cuts, `found` is the one on its own cuts.
 
     `cuts_planned` is the number of cuts of the winner that were planned. `limits` are bytes for parameters and activations together.
     `left_out` has the reasons of placements that cannot be cut. Other placements have balanced cuts.
@@ -140,9 +140,9 @@ def _sizes(cut: LayerCut) -> str:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """Layers to be cut: with a cut they are a `Problem`. `limits` bound parameters and activations together.
+    """Layers to be cut. Together with a cut, they form a `Problem`. `limits` bound parameters and activations together.
 
-    `speeds` are those of the ranks, as in `cut_layers`, and `links` those of the links. They belong to the cut, which a problem keeps.
+    `speeds` has the speeds of the ranks, as in `cut_layers`, and `links` those of the links. A problem stores them in its cut.
     """
 
     layers: Sequence[Layer]
@@ -215,9 +215,9 @@ def plan_layers(
 ) -> Plan:
     """Plans cuts of layers and a schedule; never longer than the best plan on balanced cuts with the same budget.
 
-    That plan is made first. Then the winner's cuts move, which may take the same time once more: half for short searches on other cuts,
-    half for the best cuts found. Ctrl-C ends the first or the second part with the best so far. Raises `InputError` as `cut_layers` does if
-    no placement can be cut.
+    That plan is made first. Then the winner's cuts move, which may take the same time again: half for short searches on other cuts, half
+    for the best cuts found. Ctrl-C ends the first or the second part with the best so far. Raises `InputError` as `cut_layers` does if no
+    placement can be cut.
     """
     limits = next(iter(layer_problems.values())).limits
     starts, left_out = _balanced(layer_problems)
@@ -247,7 +247,7 @@ def plan_layers(
 
 
 def show_cuts(plans: Sequence[Plan], name: str, progress: ProgressCallback | None) -> None:
-    """Call `progress` with the shortest of the plans that a search over cuts has so far, and the number of different cuts."""
+    """Calls `progress` with the shortest plan of a search over cuts so far, and the number of different cuts."""
     if progress is not None:
         best, cuts = min(plans, key=lambda plan: plan.time or 0), {plan.cut.cuts for plan in plans if plan.cut}
         how = f"the best of {counted(len(cuts), 'cut')} of the layers"
@@ -272,7 +272,8 @@ def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, Pro
 
 
 def _start(layer_problem: LayerProblem) -> Problem:
-    """The problem of the balanced cut that leaves memory for the number of microbatches with the lowest bound, the fewest of equals.
+    """The problem of a balanced cut. The cut leaves memory for the number of microbatches that gives the lowest bound; if several do, for
+    the fewest.
 
     A cut that leaves memory for only one may balance times better, but its ranks would wait for each other. Raises `InputError` if nothing
     fits.

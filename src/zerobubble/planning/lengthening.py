@@ -22,13 +22,13 @@ STEADY_AFTER = 2
 """Microbatches per rank after which a published schedule is in its steady state."""
 
 FEW_BEYOND = 6
-"""Microbatches beyond two per rank that show part of the steady state between warm-up and cool-down."""
+"""The number of microbatches, in addition to two per rank, that shows part of the steady state between warm-up and cool-down."""
 
 LONG = 3
 """Microbatches per rank above which searching few microbatches first pays."""
 
 MOST_PASSES = 60_000
-"""Passes of the schedule of few microbatches above which its search would begin with seconds of preparation."""
+"""If the schedule of few microbatches had more passes than this, its search would begin with seconds of preparation."""
 
 
 def with_few_microbatches(problem: Problem) -> Problem | None:
@@ -77,7 +77,7 @@ def extend_by_simulation(short: Schedule, costs: Costs, num_microbatches: int) -
 
 
 def _begun_ahead(short: Schedule, cut: Sequence[int], microbatch: int) -> Iterator[int]:
-    """Yields, for each kind and stage of each rank, how many microbatches it is ahead of `microbatch`."""
+    """Yields, for each kind and stage of each rank, the number of microbatches by which it is ahead of `microbatch`."""
     for row, at in zip(short.rows, cut, strict=True):
         begun = Counter(op[:2] for op in row[:at])
         yield from (begun[one] - microbatch for one in sorted({op[:2] for op in row}))

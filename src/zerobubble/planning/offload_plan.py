@@ -1,8 +1,9 @@
 """Offload: orders of passes that need more memory than there is, with activations moved to the host, compared with those that fit without.
 
 Which orders suit offload is unknown before their offloads are chosen. So three sources compete: the search's best for the memory, its best
-for more memory, and the published schedules. Each first gets the offloads it needs at least; the quickest get a search over offloads. No
-order is quicker than with unlimited memory, which prunes the rest, and the bound for unlimited memory holds for any offloads.
+for more memory, and the published schedules. Each order first gets the minimal offloads that it needs. The quickest ones get a search over
+offloads. No order is quicker than with unlimited memory, so the others can be pruned. The bound for unlimited memory holds for any
+offloads.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ SHORT_LIST = 3
 """Orders that get a search over offloads: this many of the quickest with minimal offloads, and of the quickest without limits."""
 
 PASSES_PLAYED = 1_200_000
-"""Passes that a search over the offloads of one order may play: some seconds. Ranks refine their choice if it suffices for that."""
+"""Passes that a search over the offloads of one order may play, which takes some seconds. Ranks refine their choice if this budget
+suffices."""
 
 CANDIDATES = 56
 """Upper bound on the choices of a rank that refines its offloads."""
 
 MOST_PASSES = 20_000
-"""Passes up to which offloads are planned; each activation that waits on a rank is compared with each of its steps."""
+"""Offloads are planned for at most this many passes, because each activation that waits on a rank is compared with each of its steps."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,8 +141,9 @@ def plan_offloaded(
     """Finds the shortest schedule over the placements of `problems` if ranks may offload activations over `link`.
 
     It is never slower than the best that `search` finds without offload, which gets 40 % of the budget and is one of the candidates.
-    Offloads are chosen as by `zb.offload.plan_offloads`, with fewer tries if there are many passes, within some seconds. `least` bounds a
-    problem for all that the search may choose. With `published`, published schedules are candidates, too. Ctrl-C returns the best so far.
+    Offloads are chosen as by `zb.offload.plan_offloads`, with fewer tries if there are many passes, within some seconds. `least` returns a
+    lower bound of a problem for all choices of the search. With `published`, published schedules are candidates, too. Ctrl-C returns the
+    best so far.
 
     Raises `InputError` if no order fits even with every waiting activation on the host, and for more than `MOST_PASSES` passes.
     """

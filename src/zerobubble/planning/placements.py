@@ -1,4 +1,4 @@
-"""Families of placements by name: the ways to lay stages over ranks that a plan can choose from."""
+"""Families of placements by name, from which a plan can choose."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Placements = str | Placement | Iterable[str | Placement] | Mapping[str, Placemen
 def placements_to_try(placements: Placements, num_ranks: int) -> dict[str, Placement]:
     """The placements to try by name, each layout once: names of families, `any` for all of them, or placements, named or not.
 
-    Raises `InputError` for an unknown name, for anything that is no placement, and for an empty list.
+    Raises `InputError` for an unknown name, for anything that is not a placement, and for an empty list.
     """
     require("placements", placements, instance(str, Placement, Iterable))
     if isinstance(placements, Mapping):

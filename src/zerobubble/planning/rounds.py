@@ -21,8 +21,8 @@ from zerobubble.units import show_ms, show_percent
 def can_beat(plan: Plan, best: Plan) -> bool:
     """Whether the bound of `plan` is below the time of `best`; compared as bubble rates to nine digits, since times are rounded to ns.
 
-    The rates are of all work, ignoring what combined steps save: a schedule without idle time may still become shorter by overlap. With
-    unequal speeds the work depends on the cut, so times are compared.
+    The rates count all work and ignore the savings of combined steps: a schedule without idle time may still become shorter by overlap.
+    With unequal speeds the work depends on the cut, so times are compared.
     """
     if best.time is None:
         return False
@@ -32,7 +32,7 @@ def can_beat(plan: Plan, best: Plan) -> bool:
 
 
 def notes(answers: Sequence[tuple[Plan, bool]]) -> list[str]:
-    """For each plan, the best first and each with whether it was searched for, a sentence on its rank."""
+    """Returns a sentence on the rank of each plan. `plans` are sorted, best first, each with whether it was searched for."""
     best, *others = [plan for plan, _ in answers]
     candidates = [other for other in others if other.time is not None]
     unbeaten = bool(candidates) and not any(can_beat(other, best) for other in candidates)
@@ -82,7 +82,7 @@ def _note(plan: Plan, searched: bool) -> str:
 
 
 class CtrlC:
-    """Ends its block on Ctrl-C; afterwards `came` says whether it did."""
+    """A context manager that ends its block on Ctrl-C. `came` says whether that happened."""
 
     came = False
 

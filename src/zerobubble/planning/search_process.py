@@ -41,7 +41,7 @@ def main(parent: int, seconds: float, longest_s: float, niceness: int, folders: 
 
 
 def _end_with(parent: int) -> None:
-    """Exits when the parent process has ended for any reason.
+    """Exits when the parent process has ended.
 
     On Windows, where a process keeps the ID of a parent that has ended, the time limit ends it.
     """

@@ -55,7 +55,7 @@ class RobustOrder(Displayed):
 
     @property
     def gain(self) -> float:
-        """How much shorter the mean objective under noise is, as a share."""
+        """The reduction of the mean objective under noise, as a fraction."""
         return 1 - self.after.noisy / self.before.noisy if self.before.noisy else 0.0
 
 
@@ -224,7 +224,7 @@ class _Order(NamedTuple):
 
 
 def _offloads_of(offloads: Sequence[RankOffloads], schedule: Schedule, rank: int, plan: Plan) -> tuple[RankOffloads, ...]:
-    """The offloads for a reordered row: made and needed at the passes' new places, away in the same steps."""
+    """The offloads for a reordered row: made and needed at the new positions of their passes, on the host in the same steps."""
     if not offloads:
         return ()
     steps = schedule.steps[rank]

@@ -1,4 +1,4 @@
-"""Sensitivity of a plan to errors in measured times: each one alone, all of them at random, and noise of every pass."""
+"""Sensitivity of a plan to errors in measured times: each time alone, all times at random, and noise in every pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Effect(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """How much longer than planned the objective is, on average and in the worst sample, as fractions of the planned time."""
+    """The excess of the objective over the planned time, on average and in the worst sample, as fractions of the planned time."""
 
     mean: float
     worst: float
@@ -124,8 +124,8 @@ def sensitivity(
 ) -> Sensitivity:
     """Returns how the objective of `schedule` changes with errors in measured times, in `samples` drawn from `seed`.
 
-    With `offloads`, the copies over the link to the `host` are off as well, all by the same factor. Raises `ScheduleError` if the schedule
-    cannot run, `InputError` for an error outside 0 to 1, and for fewer than 1 sample.
+    With `offloads`, the times of copies over the link to the `host` have errors as well, all by the same factor. Raises `ScheduleError` if
+    the schedule cannot run, `InputError` for an error outside 0 to 1, and for fewer than 1 sample.
     """
     check_error_share(error)
     if samples < 1:
@@ -231,7 +231,7 @@ def _spare(schedule: Schedule, costs: Costs, limits: Limits, offloads: Sequence[
 
 
 SHOWN = {Scope.KIND: 4, Scope.RANK: 3, Scope.ALONE: 5}
-"""How many effects of each scope are shown, largest first."""
+"""The number of effects shown for each scope, largest first."""
 
 
 def what_if(plan: Plan, error: float, *, samples: int = 100, seed: int = 0) -> Sensitivity:

@@ -40,7 +40,8 @@ FINALISTS = 3
 """Blocks that become schedules of all microbatches."""
 
 FULL_EFFORT_PASSES = 4_000
-"""Passes of a schedule up to which these numbers of blocks are tried; fewer are of larger ones, so that they take no longer."""
+"""These numbers of blocks are tried for schedules of at most this many passes. For larger schedules, fewer blocks are tried in the same
+time."""
 
 Gaps = tuple[int, ...]
 """The slots from each pass of a segment to the next."""
@@ -58,8 +59,8 @@ def adaptive(problem: Problem) -> Schedule:
 
     Memory counts stage activations, each as large as the largest of its rank and held until its W, up to the p microbatches beyond which
     blocks gain nothing. A block has one gap for each segment, or the same gaps for all segments in one direction: one over the first ranks,
-    a smaller one over the others. Blocks are compared squeezed, the best of them reordered, on at most 2p microbatches. If there are more
-    than some seconds allow, a fixed part of them is tried. Raises `InputError` if the limits hold no microbatch or no block.
+    a smaller one over the others. Blocks are compared squeezed, the best of them reordered, on at most 2p microbatches. If they would take
+    more than some seconds, a fixed subset of them is tried. Raises `InputError` if the limits hold no microbatch or no block.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, appendix A and its public code.
     """
@@ -104,7 +105,7 @@ def _squeezed_layout(problem: Problem, block: Block) -> Layout:
 
 
 def _fitting_blocks(problem: Problem, memory: int) -> list[Block]:
-    """The blocks that fit, without those equal when squeezed, in order of their time then."""
+    """The blocks that fit, in order of their squeezed time, without those that are equal after squeezing."""
     fitting = ((sum(held), block) for block in _blocks(problem.placement, memory) if max(held := steady_peaks(block)) <= memory)
     chosen = nsmallest(_share(problem, SQUEEZED), fitting, key=lambda pair: (-pair[0], max(row[-1].slot for row in pair[1].starts)))
     found: dict[Schedule, Block] = {}
@@ -136,7 +137,7 @@ def _gap_per_segment(segments: list[Segment]) -> Iterable[tuple[Gaps, ...]]:
 def _gap_per_direction(segments: list[Segment]) -> Iterable[tuple[Gaps, ...]]:
     """The same gaps for all segments in one direction: one over the first ranks and a smaller one over the others.
 
-    In a random order, always the same.
+    Returns them in a fixed random order.
     """
     pairs = [(first, other) for first in range(1, MAX_GAP + 1) for other in range(1, first)]
     hops = dict(segments)
@@ -185,7 +186,7 @@ class _Paths:
                 self._undo_step()
 
     def _step(self, gap: int) -> bool:
-        """Adds the next pass `gap` slots after the last one if its rank has the slot and the memory; returns whether it did."""
+        """Adds the next pass `gap` slots after the last one if its rank has a free slot and the memory. Returns whether it was added."""
         number = len(self.slots)
         slot, rank = self.slots[-1] + gap, self.ranks[number]
         bit, held = 1 << slot % self.interval, self._holds(number, slot)

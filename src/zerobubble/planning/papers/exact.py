@@ -32,7 +32,8 @@ class Exact(NamedTuple):
 
 
 def exact(problem: Problem, seconds: float = 60.0, workers: int = 1, hint: Schedule | None = None) -> Exact:
-    """Solves `problem` by CP-SAT in `seconds` of wall time on `workers` threads; never longer than `hint`, and with its proof.
+    """Solves `problem` by CP-SAT in `seconds` of wall time on `workers` threads. The result is never longer than `hint`, and has a proven
+    bound.
 
     For small problems: up to about 4 ranks and 8 microbatches a proof takes seconds. Raises `InputError` if the limits hold no microbatch,
     if overlapped passes hide time, if `hint` is for another problem, and if OR-Tools is missing.
@@ -98,12 +99,11 @@ def _numbered(op: Op, numbers: dict[tuple[bool, int], list[int]]) -> Op:
 class _Program:
     """The constraint program of a problem whose objective lies between `least` ns and that of the schedule `known`.
 
-    Microbatches are renumbered on each stage in the order in which it takes them; they are equal, so this loses nothing. The first pass of
-    a rank starts when some microbatch arrives, as it does when played: not always the first to arrive, since a rank that begins later may
-    idle less and have a shorter span. B and W may be fused if B leaves more bytes to W than F saved: then no more than F saved is held, the
-    gradient leaves at the end, and the BW may precede W of other microbatches. Times count ticks, `grain` of them for every `unit` of ns.
-    Passes of no time take one tick, so that passes of a rank are ordered; `grain` is so large that all of these together do not add up to a
-    unit.
+    On each stage, microbatches are numbered in the order in which it runs them. They are equal, so this loses nothing. The first pass of a
+    rank starts when some microbatch arrives, as in the simulator. This need not be the first one: a rank that begins later may idle less
+    and have a shorter span. B and W may be fused if B leaves more bytes to W than F saved: then no more than F saved is held, the gradient
+    leaves at the end, and the BW may precede W of other microbatches. Times are in ticks, `grain` ticks per `unit` of ns. Passes of
+    no time take one tick, so that passes of a rank are ordered; `grain` is so large that all of these together do not add up to a unit.
     """
 
     def __init__(self, cp_model: Any, problem: Problem, known: Schedule, least: int) -> None:
@@ -120,7 +120,8 @@ class _Program:
         self.end = {op: start + self.length[op.kind, op.stage] for op, start in self.start.items()}
         firsts = sorted({problem.placement.routes[0].index(rank) for rank in range(problem.placement.num_ranks)} - {0})
         self.begins = {stage: [self.model.new_bool_var("") for _ in range(problem.num_microbatches)] for stage in firsts}
-        """By the first stage of a rank: the microbatch, by its place on the stage before, with whose arrival the rank begins."""
+        """For the first stage of each rank: the index, in the order of the previous stage, of the microbatch whose arrival starts the
+        rank."""
         self.in_one = {op: self.model.new_bool_var("") for op in self.start if op.kind is Kind.B and self._grows(op.stage)}
         self._precedence()
         for rank in range(problem.placement.num_ranks):
@@ -227,7 +228,7 @@ class _Program:
         return [self._read(solver)], least
 
     def _taken(self, solver: Any) -> Iterator[list[int]]:
-        """For each stage, the order in which it takes microbatches forward; B and W take them as the last stage does."""
+        """For each stage, the order of microbatches in F. B and W use the order of the last stage."""
         taken = list(range(self.problem.num_microbatches))
         for stage in range(self.problem.placement.num_stages):
             first = next((place for place, begins in enumerate(self.begins.get(stage, ())) if solver.value(begins)), 0)

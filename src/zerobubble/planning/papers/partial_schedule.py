@@ -75,7 +75,7 @@ class PartialSchedule:
         return self.held[rank] + self.takes[kind, stage] <= self.problem.limits.memory[rank]
 
     def slack(self, rank: int) -> int:
-        """How much less this rank has idled than the rank that idled most, in ns."""
+        """The idle time of the rank that idled most minus the idle time of this rank, in ns."""
         return max(self.idle) - self.idle[rank]
 
     def run(self, kind: Kind, stage: int) -> None:
@@ -125,7 +125,7 @@ class PartialSchedule:
 
     @property
     def cost(self) -> int:
-        """The problem's objective of what has run, in ns."""
+        """The problem's objective for the passes that have run, in ns."""
         makespan = self.problem.objective is Objective.MAKESPAN
         return max(end - (0 if makespan else begin) for begin, end in zip(self.first, self.clock, strict=True))
 
@@ -135,11 +135,11 @@ class PartialSchedule:
 
 
 def check_memory(problem: Problem) -> None:
-    """Raises `InputError` if no schedule fits the limits, with what each rank lacks."""
+    """Raises `InputError` if no schedule fits the limits, with the memory that each rank lacks."""
     if problem.shortage_reason:
         raise InputError(problem.shortage_reason)
 
 
 def shortest(finished: Iterable[PartialSchedule]) -> PartialSchedule:
-    """The finished schedule of the smallest cost, the first of equals."""
+    """Returns the finished schedule of the smallest cost, the first one if several are equal."""
     return min(finished, key=lambda partial: partial.cost)

@@ -12,10 +12,10 @@ from zerobubble.planning.problem.problem import Problem
 
 
 class Choices(NamedTuple):
-    """The three decisions of which both alternatives are tried.
+    """The three decisions for which both alternatives are tried.
 
     `early_b`: before its first B a rank runs only those F that do not delay it. `prefer_b`: a rank that is two F ahead of the next may skip
-    one. `greedy_w`: W also goes into a gap that is shorter than itself and that the rank could have afforded.
+    one. `greedy_w`: W also goes into a gap that is shorter than W and that the rank could have afforded.
     """
 
     early_b: bool
@@ -61,7 +61,7 @@ def _played(problem: Problem, choices: Choices) -> PartialSchedule:
 
 
 def _warmup(partial: PartialSchedule, choices: Choices) -> list[int]:
-    """How many F each rank runs between its first one and its first B, decreasing from rank to rank."""
+    """The number of F that each rank runs between its first F and its first B, decreasing from rank to rank."""
     microbatches, last = partial.problem.num_microbatches, len(partial.rows) - 1
     extra = [0] * len(partial.rows)
     ready = partial.clock[last] + partial.time[Kind.B, last]

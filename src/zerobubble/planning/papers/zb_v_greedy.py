@@ -22,8 +22,8 @@ class Fills(NamedTuple):
 def zb_v_greedy(problem: Problem) -> Schedule:
     """The schedule of the ZB-V greedy within the limits: the best of four, each repeated while that helps.
 
-    Returns early if one meets the lower bound. Warm-up follows the times of the first microbatch; then every rank runs a B and an F in
-    turn, those on the way home first, with W in the gaps. Raises `InputError` for a placement other than the V, and if the limits hold no
+    Returns early if one meets the lower bound. Warm-up follows the times of the first microbatch. Then every rank alternates one B and one
+    F, preferring those on the way back, with W in the gaps. Raises `InputError` for a placement other than the V, and if the limits hold no
     microbatch or too few for the rule, which needs the memory of p microbatches.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 v1, section 6 and its public code.
@@ -49,7 +49,7 @@ def zb_v_greedy(problem: Problem) -> Schedule:
 
 
 def _refusal(problem: Problem, stuck: StuckError) -> str:
-    """Why there is no schedule: a rank has less memory than the rule needs."""
+    """The reason for no schedule: a rank has less memory than the rule needs."""
     p = problem.placement.num_ranks
     sizes = microbatch_bytes(problem.placement, problem.costs)
     for rank, (limit, whole) in enumerate(zip(problem.limits.memory, sizes, strict=True)):
@@ -60,7 +60,7 @@ def _refusal(problem: Problem, stuck: StuckError) -> str:
 
 
 def _improving(problem: Problem, fills: Fills) -> Iterator[PartialSchedule]:
-    """The schedule of the rule, then repetitions that know how long each rank idled in the one before, while they get shorter."""
+    """Applies the rule, then repeats it with the idle times of the previous schedule while schedules get shorter."""
     partial = _play(problem, fills, [0] * problem.placement.num_ranks)
     while True:
         yield partial
@@ -73,7 +73,7 @@ def _improving(problem: Problem, fills: Fills) -> Iterator[PartialSchedule]:
 class _VeeState(NamedTuple):
     """A schedule under construction: `out[rank]` and `home[rank]` are the two stages in the order in which F runs them.
 
-    `idled` is how long each rank idled in the repetition before, in ns.
+    `idled` is the idle time of each rank in the previous repetition, in ns.
     """
 
     partial: PartialSchedule
@@ -87,7 +87,7 @@ class _VeeState(NamedTuple):
         return range(len(self.out))
 
     def count(self, stage: int) -> int:
-        """How many F of a stage have run."""
+        """The number of F of a stage that have run."""
         return len(self.partial.ends[Kind.F, stage])
 
     def run(self, kind: Kind, stage: int, fill: bool) -> None:

@@ -79,7 +79,7 @@ class Problem(Displayed):
     """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, with stages as in `costs`.
 
     If the costs came from something larger, a plan keeps it: `workload` is the work of each rank, shared equally by its stages, and `cut`
-    the layers of the stages. `layers_per_stage` and `layer_names` are those of the cut, or of a file that holds no more of it. None of
+    the layers of the stages. `layers_per_stage` and `layer_names` come from the cut, or from a file that has only these. None of
     these changes the answer. With `sharded` weights, `zb.plan` chooses among the shortest by their gathers. With `recomputation`, the costs
     have the columns of the levels that the stages have, and bounds hold for all levels that they may have. With a `head`, the costs include
     it, whole in the last stage or divided over the ranks. With a link to the `host`, ranks may offload waiting activations, and bounds hold
@@ -175,7 +175,7 @@ class Problem(Displayed):
 
     @property
     def _costs_alone(self) -> Costs:
-        """The costs without what shares of microbatches and recompute levels add."""
+        """The costs without the columns of shares of microbatches and of recompute levels."""
         left_out = () if self.recomputation is None else OF_LEVELS
         return replace(self.costs, shares=(), further=tuple(column for column in self.costs.further if column[0] not in left_out))
 
@@ -215,9 +215,8 @@ class Problem(Displayed):
 
     @property
     def without_savings(self) -> Problem:
-        """The problem with passes one at a time, so short that no schedule takes longer: its bounds hold here, too.
-
-        Of several such problems, the one with the strongest bound.
+        """A problem with passes one at a time, shortened so that every schedule takes at most its time here. So its bounds hold here, too.
+        If there are several such problems, returns the one with the strongest bound.
         """
         if not saves_time(self.costs):
             return self
@@ -366,7 +365,7 @@ _PARTS: dict[str, Wanted | type] = {
 def microbatch_bytes(placement: Placement, costs: Costs, head_bytes: int = 0) -> tuple[int, ...]:
     """Per rank, the bytes that one microbatch saves in F in all its stages, at least 1; the last stage without `head_bytes`.
 
-    A stage that saves nothing in F counts with what its B leaves for W. Of several routes the one that saves most counts.
+    A stage that saves nothing in F counts with what its B leaves for W. If there are several routes, the one that saves most counts.
     """
     saved = (*costs.held_after_f[:-1], max(0, costs.held_after_f[-1] - head_bytes))
     held = [0] * placement.num_ranks
@@ -397,7 +396,7 @@ def without_held(work: Work) -> Work:
 
 
 def bounds_forward(placement: Placement, num_microbatches: int, costs: Costs) -> Bounds:
-    """Lower bounds for forwards alone: the work of a rank, with the least time before its first and after its last.
+    """Lower bounds for forwards alone: the work of a rank, plus the least time before its first pass and after its last one.
 
     >>> import zerobubble as zb
     >>> bounds_forward(zb.Placement.linear(2), 4, zb.Costs.uniform(2, (3, 0, 0), comm=1)).makespan.time

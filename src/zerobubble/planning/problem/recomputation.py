@@ -20,7 +20,7 @@ LEVELS = (SELECTIVE, FULL)
 """The default levels to choose from."""
 
 MOST_FREE_STAGES = 2
-"""Stages per rank up to which each may have any level; with more, earlier ones keep no more than later ones."""
+"""With at most this many stages per rank, each may have any level. With more, earlier stages keep no more than later ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def level_choices(placement: Placement, offered: Sequence[Level]) -> Iterator[tu
 
 
 def _places_on_rank(placement: Placement) -> list[int]:
-    """For each stage, how many stages of its rank come before it."""
+    """For each stage, the number of earlier stages on its rank."""
     seen: Counter[int] = Counter()
     numbers = []
     for rank in placement.routes[0]:

@@ -23,8 +23,8 @@ class Sharded(Displayed):
     """Weights that FSDP2 shards: `weights` are gathered bytes of a rank, shared equally by its stages, or of each stage.
 
     `memory` is a rank's memory for gathered weights, None if all its stages may stay; activations have their own memory. A rank gathers
-    `bytes_per_second`; None means that gathers take no time. Of the schedules that take at most the share `within` longer than the
-    quickest, the one that gathers least is chosen.
+    `bytes_per_second`; None means that gathers take no time. Among the schedules that are longer than the quickest by at most the fraction
+    `within`, the one that gathers least is chosen.
 
     >>> import zerobubble as zb
     >>> zb.planning.Sharded(weights=12 * 10**9, memory=6 * 10**9, bytes_per_second=50e9)
@@ -77,7 +77,7 @@ class Sharded(Displayed):
         """The same for the stages of a cut: `weights` of a rank are an equal share of those of all layers, or there is one per layer.
 
         Of a rank's weights, each layer has a part in proportion to its parameters, or the same part if no layer has any. Raises
-        `InputError` if there are as many numbers as neither layers nor stages.
+        `InputError` unless there is one number per layer or per stage.
         """
         if isinstance(self.weights, int):
             sizes = [layer.parameters_bytes for layer in layers]

@@ -5,7 +5,7 @@
 2. Tries levels that are the same on all ranks: one for their first stages, one for their second stages, and so on, with R right before B.
 Each choice gets a first schedule, and the best are searched.
 
-3. Searches the best of all with R's anywhere, of any forwards, at any levels (`reduction`).
+3. Searches from the best of these, with R's of any forwards, at any position and level (`reduction`).
 
 Every step keeps the best plan so far, and the bounds hold for every choice of levels.
 """

@@ -1,6 +1,6 @@
-"""Removes recomputation that a schedule does not need: cheaper levels, and forwards without R, wherever memory holds what they keep.
+"""Removes recomputation that a schedule does not need: uses cheaper levels, and drops R's, wherever memory suffices.
 
-The order of passes stays, and removing or shortening a pass delays no other, so nothing gets longer. From there, annealing moves R's like
+The order of passes stays. Removing or shortening a pass delays no other pass, so nothing gets longer. From there, annealing moves R's like
 other passes, adds and removes some, and changes the levels of stages.
 """
 
@@ -27,7 +27,7 @@ MOST_OTHERS = 6
 FOR_OTHERS = 0.15
 
 WHERE_IT_PAYS = ", R where it pays"
-"""Suffix to the name of what an answer was made from."""
+"""Suffix to the name of the plan that an answer was made from."""
 
 
 class Recompute(NamedTuple):

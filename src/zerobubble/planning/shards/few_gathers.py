@@ -52,7 +52,7 @@ class FewGathers(Saving):
     least_gathers: int
 
     def for_order(self, priced: PlanWithGathers) -> FewGathers:
-        """The same for the order of a plan replayed with other costs, which is then the only candidate."""
+        """Returns the choice for the order of a plan replayed with other costs, with this order as the only candidate."""
         problem = priced.plan.problem
         least = min_time_with_gathers(problem, priced.plan.bound.time)
         return FewGathers(sharding(problem), priced, priced, priced, least, min_gathers(problem))
@@ -201,7 +201,7 @@ class _Tries:
         self.left, self._until = left, until
 
     def take(self) -> bool:
-        """Whether another try is left; uses it up."""
+        """Uses up one try. Returns False if none was left."""
         if self.left <= 0 or (self._until is not None and perf_counter() > self._until):
             return False
         self.left -= 1
@@ -293,7 +293,7 @@ def plan_gathered(problems: Mapping[str, Problem], budget: Budget, seed: int, *,
 
 
 def _sharded(plan: Plan, shards: Mapping[Placement, Sharded | None]) -> Plan:
-    """The plan as one with sharded weights, with the same figures, which ignore gathers."""
+    """Returns the plan with sharded weights and the same figures, which ignore gathers."""
     return replace(plan, problem=replace(plan.problem, sharded=shards[plan.placement]))
 
 
