@@ -131,9 +131,9 @@ INTRODUCTION = """# Which options go together
 Every option of a pipeline works with every other, except for the pairs listed below. These are refused with an `InputError` or, if only
 running reveals them, with a `PipelineError` on every rank.
 
-The long tests train {rows} small models, in which every other pair of these values occurs at least once, on 2 ranks or, with replicas or
-divided stages, on 4. Losses and parameters after four steps are those of plain PyTorch on one device: to 1e-9 in float64, and to rounding
-under bf16 autocast. `docs/combinations.py` writes this page.
+The long tests train {rows} small models on 2 ranks or, with replicas or divided stages, on 4. Each of the remaining pairs of these values
+occurs in at least one model. Losses and parameters after four steps are those of plain PyTorch on one device: to 1e-9 in float64, and to
+rounding under bf16 autocast. `docs/combinations.py` writes this page.
 
 ## What was combined
 
@@ -164,8 +164,8 @@ raises one `InputError` with all refused pairs:
 """
 
 PLANS_NOT_RUN = """
-Pipelines refuse two pairs that are planned. If the schedule of a plan has one of them, the plan says so, in `plan.not_run` and below its
-table, and `zb.Pipeline` raises an `InputError` for the plan, whatever its mesh and loss:
+Two pairs can be planned, but pipelines refuse them. If the schedule of a plan has one of them, the plan says so, in `plan.not_run` and
+below its table, and `zb.Pipeline` raises an `InputError` for the plan, with any mesh and loss:
 
 | option | with | because |
 |---|---|---|

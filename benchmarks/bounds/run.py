@@ -119,9 +119,10 @@ def page(results: dict[str, Any]) -> str:
     all_, simple = results["summary"], results["summary_of_simple"]
     lines = [
         f"CP-SAT proved the optimum of {all_['proven']} small random problems: up to {MOST_PASSES} passes, 2 to 6 ranks, unequal stages,",
-        f"little memory. The bound equals it in {all_['tight']}, claims alone in {simple['tight']}. The optimum is above the bound by",
-        f"{all_['mean_over']} % on average and {all_['worst_over']} % at most, and above the claims by {simple['mean_over']} % and",
-        f"{simple['worst_over']} %. For larger problems the optimum is unknown, so the gap may be in the bound or in the plan:",
+        f"little memory. The bound equals the optimum in {all_['tight']} of them, and claims alone equal it in {simple['tight']}.",
+        f"The optimum is above the bound by {all_['mean_over']} % on average and {all_['worst_over']} % at most,",
+        f"and above the claims by {simple['mean_over']} % and {simple['worst_over']} %.",
+        "For larger problems the optimum is unknown, so the gap may be in the bound or in the plan:",
         "",
         "| problem | bubble by claims alone | bubble by the bound | smallest bubble found | its span over the bound |",
         "|---|---|---|---|---|",
