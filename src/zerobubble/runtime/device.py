@@ -1,7 +1,7 @@
 """The one module that names kinds of devices: the host and any accelerator of torch, behind one interface.
 
-`interface(device)` answers for the host or for an accelerator, through `torch.accelerator` and `torch.get_device_module`. Code above asks
-the function `is_host` for what only a host does, such as blocking calls, and never compares names of devices.
+`interface(device)` returns the interface of the host or of an accelerator, which uses `torch.accelerator` and `torch.get_device_module`.
+Other code calls `is_host` if a host behaves differently, such as for blocking calls, and never compares names of devices.
 
 A kind of accelerator may lack some features, such as graph capture. Using one raises an `InputError` that names it.
 """
@@ -111,7 +111,7 @@ class DeviceInterface:
         return ""
 
     def lacking(self, features: Iterable[Feature]) -> list[Feature]:
-        """Returns those of `features` that the device lacks, found by a use of each: torch's modules differ in more than their names."""
+        """Returns the `features` that the device lacks. It tries each of them, because torch's modules differ in more than their names."""
         return [each for each in features if not self._has(each)]
 
     def _has(self, feature: Feature) -> bool:
@@ -238,7 +238,7 @@ def _interface(device: torch.device) -> DeviceInterface:
 
 @contextmanager
 def stand_in(given: DeviceInterface) -> Iterator[None]:
-    """A context in which `given` answers for every device of this process."""
+    """A context in which `given` is the interface of every device of this process."""
     global _stand_in
     before, _stand_in = _stand_in, given
     try:

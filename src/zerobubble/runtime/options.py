@@ -1,4 +1,4 @@
-"""The arguments of `Pipeline`: what each must be, and which exclude each other.
+"""The arguments of `Pipeline`: the requirements of each, and which exclude each other.
 
 All faults are reported at once, before anything is built.
 """
@@ -180,14 +180,14 @@ def _rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def refuse_wrong(options: PipelineOptions) -> None:
-    """Raises `InputError` with every argument that is not what it must be."""
+    """Raises `InputError` with every invalid argument."""
     faults = faults_in(options)
     if faults:
         raise InputError(faults)
 
 
 def faults_in(options: PipelineOptions) -> str:
-    """Returns every argument that is not what it must be, in one sentence; empty if there is none."""
+    """Returns all invalid arguments in one sentence; empty if there are none."""
     found = faults_among(vars(options), WANTED)
     if isinstance(options.schedule, str) and options.schedule != "auto":
         try:

@@ -329,8 +329,8 @@ class Pipeline:
     def attach(self, hook: StepHook) -> None:
         """Calls `hook` from the next training step on, after those already attached.
 
-        Every rank must attach hooks that communicate, in the same order. Raises `InputError` if it is not a `StepHook`, is already
-        attached, or if the pipeline has `survive=True`, and whatever its `on_attach` raises.
+        Every rank must attach hooks that communicate, in the same order. Raises `InputError` if it is not a `StepHook`, if it is already
+        attached, or if the pipeline has `survive=True`. Errors of its `on_attach` are passed on.
         """
         with self._session.guard.during("in attach"), self._session.guard.agreed_errors():
             if self._survival is not None:
@@ -345,7 +345,7 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of all ranks by the norm of the whole model, like `torch.nn.utils.clip_grad_norm_`, and returns the norm.
 
-        All ranks must call it. A parameter counts once, however many stages share it. A norm that is not finite scales gradients as in
+        All ranks must call it. A parameter counts once, even if several stages share it. A norm that is not finite scales gradients as in
         torch; with `error_if_nonfinite`, gradients stay unchanged, and every rank raises `InputError` with the stages, parameters and
         microbatches that the norm comes from. Raises `PipelineError` on every rank if any rank fails.
         """

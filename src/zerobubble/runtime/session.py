@@ -307,7 +307,7 @@ def attach_first(session: Session, runner: StepRunner) -> None:
 
 
 def _sharded(ranks: SetupRanks, layout: Layout, setup: Setup) -> ShardedTensors:
-    """Returns what ranks divide of the stages. If it cannot be trained, closes and raises the same `InputError` on all ranks."""
+    """Returns the parts of the stages that ranks divide. If it cannot be trained, closes and raises the same `InputError` on all ranks."""
     fault, sharded, spread = "", None, False
     try:
         sharded = ShardedTensors(ranks.transport, layout, setup.stages.modules)
@@ -352,7 +352,7 @@ def _rendezvous(ranks: SetupRanks) -> None:
 
 
 def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> tuple[Setup | None, str, Exception | None]:
-    """Returns what this rank plays, or the faults of its options, which it raises together with the other ranks.
+    """Returns what this rank plays, or the faults of its options, which all ranks raise together.
 
     The error comes with a fault of the user's functions, whose line it shows, but not with a refusal of the arguments.
     """

@@ -26,11 +26,11 @@ LONG_CALL_S = 0.02
 """Products grow until one takes this long."""
 MOST_ROWS = 8192
 COPIED = {True: 1 << 27, False: 1 << 30}
-"""Bytes of the memory that is copied, on a host or not: far more than caches hold."""
+"""Bytes of the memory that is copied: far more than caches hold."""
 SENT = {True: 1 << 24, False: 1 << 28}
 """Bytes of a message and of a sum over ranks."""
 ATTENDED = {True: 1024, False: 8192}
-"""Tokens of the sequence of which attention is timed."""
+"""The length in tokens of the sequence for which attention is timed."""
 HEADS, HEAD_WIDTH = 8, 128
 TIMEOUT_S = 60.0
 
@@ -53,7 +53,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def product_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the FLOP/s of products of square matrices, as large as they need to be to take long."""
+    """Returns the FLOP/s of products of square matrices, which are large enough to take long."""
     rows, seconds = 128, 0.0
     while rows < MOST_ROWS and seconds < LONG_CALL_S:
         rows *= 2
@@ -68,7 +68,7 @@ def product_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def attention_flops(device: torch.device) -> tuple[float, float]:
-    """Returns the FLOP/s of causal attention in bf16, in F and in B, which computes scores again: 2.5 times the products of F."""
+    """Returns the FLOP/s of causal attention in bf16, in F and in B. B recomputes the scores, so it has 2.5 times the products of F."""
     tokens = ATTENDED[is_host(device)]
     shape = (1, HEADS, tokens, HEAD_WIDTH)
     queries, keys, values = (torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3))

@@ -18,7 +18,7 @@ from zerobubble.runtime.step.hook import StepHook
 
 POLL_INTERVAL_S = 0.02
 IDLE_TIMEOUT_S = 120.0
-"""Seconds that rank 0 waits for the parts of other ranks while none of them grows."""
+"""Seconds that rank 0 waits for the parts of other ranks if none of them grows."""
 IDLE_TIMEOUT_AFTER_END_S = 5.0
 """The same after the pipeline has ended."""
 
@@ -50,8 +50,8 @@ class Saving:
     def wait(self) -> None:
         """Waits until the checkpoint is in place; every rank must call it.
 
-        Raises `InputError` on every rank, with all faults, if it could not be written. The checkpoint before it is then still whole, and
-        the pipeline stays open. Raises `PipelineError` on every rank if one of them fails meanwhile.
+        Raises `InputError` on every rank, with all faults, if it could not be written. The previous checkpoint is then intact, and the
+        pipeline stays open. Raises `PipelineError` on every rank if one of them fails in the meantime.
         """
         if self._failure is not None:
             if self._failure:

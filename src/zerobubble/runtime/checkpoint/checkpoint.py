@@ -27,15 +27,15 @@ def save(
     extra: Mapping[str, Any] | None = None,
     wait: bool = True,
 ) -> Saving:
-    """Writes a checkpoint of what `pipe` trains into the folder `path`. Every rank calls it, and all ranks must see the folder.
+    """Writes a checkpoint of the training state of `pipe` into the folder `path`. Every rank calls it, and all ranks must see the folder.
 
         zb.save("checkpoint", pipe, optimizer, extra={"next": step + 1})
 
     Args:
-        path: The folder. A checkpoint there is replaced once the new one is complete, so a crash leaves one of them whole. Anything else
+        path: The folder. A checkpoint there is replaced once the new one is complete, so a crash leaves one of them intact. Anything else
             there is refused.
         pipe: The pipeline, or the unsplit model that one device trains.
-        optimizer: The optimizer or optimizers of this rank. A step of theirs that may still be taken back is made final first.
+        optimizer: The optimizer or optimizers of this rank. A step that may still be undone is made final first.
         scaler: The gradient scaler.
         extra: A dict of numbers, text, lists and dicts, such as the position in the data, the same on every rank.
         wait: False to return once everything is copied, and to write while training continues. The copies take as much host memory as
@@ -68,8 +68,8 @@ def load(
         first = zb.load("checkpoint", pipe, optimizer)["next"]
 
     The pipeline may have another number of ranks or replicas, and another schedule. Without a pipeline, `pipe` is the unsplit model on one
-    device. With the same ranks and stages as before, the states of random numbers and hooks are restored, too, and training continues bit
-    by bit.
+    device. With the same ranks and stages as before, the states of random numbers and hooks are restored, too, and training continues
+    bitwise.
 
     Tensors are first read into host memory, which takes as much of it as this rank reads. If it raises `InputError`, it does so on every
     rank and leaves everything as before: for a damaged checkpoint; for another model or optimizer; for another number of stages whose

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint. At any moment it holds a whole one: the last one written, or the one before.
+"""The folder of a checkpoint. At any moment, it holds a complete checkpoint: the last one written, or the previous one.
 
 A checkpoint is written next to its place, and renamed into it once it is complete. If a process is killed between the two renames that
 replace an older checkpoint, both are left next to the place, where `find_checkpoint` still finds them.
@@ -40,7 +40,8 @@ _DRAFT_NAME = re.compile(r"(?P<name>.+)\.(?P<kind>writing|written|before)-(?=[0-
 
 
 def resolve_path(path: Any, what: str = "path") -> Path:
-    """Returns the absolute path of `path`, with links resolved. Raises `InputError`, which calls it `what`, if it is not a path."""
+    """Returns the absolute path of `path`, with links resolved. If it is not a path, raises `InputError`, with `what` as the name of the
+    argument."""
     require(what, path, instance(str, os.PathLike))
     text = os.fsdecode(path)
     if not text:
@@ -173,7 +174,7 @@ def _holds_own_files_alone(folder: Path) -> bool:
 def _remove(folder: Path) -> None:
     """Removes the files of a checkpoint, and then the folder if it is empty.
 
-    The metadata goes first, so that what is left is not taken for a checkpoint.
+    The metadata is removed first, so that the remaining files are not mistaken for a checkpoint.
     """
     with suppress(OSError):
         for name in sorted(filter(_OWN_FILE.fullmatch, os.listdir(folder)), key=lambda name: name != METADATA_FILE):

@@ -12,7 +12,7 @@ StageNames = Mapping[int, Sequence[str]]
 
 
 def are_of_one_model(of_ranks: Sequence[StageNames], tied: Sequence[Sequence[tuple[int, str]]]) -> bool:
-    """Whether no two stages use a name for different things, given the names of all ranks: then names are those of the whole model."""
+    """Whether names are those of the whole model: no two stages use a name for different things. Needs the names of all ranks."""
     same = [set(group) for group in tied]
     holders: dict[str, set[int]] = {}
     for names in of_ranks:
@@ -34,7 +34,7 @@ def refuse_taken(of_ranks: Sequence[StageNames], heads: Set[str]) -> None:
 
 
 class Names(NamedTuple):
-    """How names in a stage become names in a checkpoint: unchanged if they are those of the whole model, else prefixed by the stage."""
+    """Maps names in a stage to names in a checkpoint: unchanged if they are those of the whole model, else prefixed by the stage."""
 
     num_stages: int
     is_whole_model: bool

@@ -1,4 +1,5 @@
-"""The parts of a checkpoint: all ranks plan who writes what, then each writes its part, and rank 0 completes the whole.
+"""The parts of a checkpoint: all ranks plan which rank writes which tensors, then each writes its part, and rank 0 completes the
+checkpoint.
 
 Only planning needs all ranks at once. After writing, rank N adds a file `part.N` with its checksums and the places of its tensors. It shows
 rank 0 that the part is complete. A part that failed leaves `failed.N`.

@@ -30,7 +30,7 @@ from zerobubble.runtime.values.buffers import changing_weights
 
 
 class Saved(NamedTuple):
-    """A checkpoint: its folder, what it says of itself, and the size and dtype of each tensor in it."""
+    """A checkpoint: its folder, its description, and the size and dtype of each tensor in it."""
 
     folder: Path
     reader: CheckpointReader
@@ -41,7 +41,7 @@ class Saved(NamedTuple):
     def read(self, targets: dict[str, Tensor]) -> None:
         """Reads tensors into `targets`, which nothing uses yet; every rank reads its own.
 
-        Raises `InputError` if they cannot be read, or if another checkpoint has replaced this one meanwhile.
+        Raises `InputError` if they cannot be read, or if another checkpoint has replaced this one in the meantime.
         """
         self._read(targets, DefaultLoadPlanner())
 
@@ -100,7 +100,7 @@ class StagedTensors(DefaultLoadPlanner):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads the list of what lies where only once."""
+    """Reads the metadata only once."""
 
     _list: Metadata | None = None
 
@@ -173,7 +173,8 @@ class CheckpointLoader:
         return found
 
     def _restores_exactly(self, saved: Saved) -> bool:
-        """Whether the ranks divide the model as they did, so that each restores its own random numbers and states of hooks."""
+        """Whether the ranks divide the model in the same way as when it was saved. If so, each restores its own random numbers and states
+        of hooks."""
         trained = self._trained
         return bool(saved.rest["num_ranks"] == trained.num_ranks and saved.rest["layout"] == trained.layout())
 

@@ -1,4 +1,4 @@
-"""States that a checkpoint restores besides the model: of optimizers, of a gradient scaler, and of random numbers."""
+"""States that a checkpoint restores in addition to the model: those of optimizers, of a gradient scaler, and of random numbers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from zerobubble.runtime.values.head_rows import HeadRows, head_rows
 from zerobubble.runtime.values.memory import local_part
 
 Mark = ExpertMark | HeadRows
-"""Says of which whole tensor another one is a part."""
+"""Marks a tensor as a part of a whole tensor."""
 
 Marks = Mapping[nn.Parameter, Mark]
 """The marks of parameters that are this rank's part of a whole."""
@@ -71,7 +71,7 @@ def part(kept: Tensor) -> Tensor:
 
 
 class TensorPart(Tensor):
-    """`local` as the part of a larger tensor with `num_rows` rows, of which it has those from `first_row` on.
+    """Wraps `local` as the part of a larger tensor with `num_rows` rows that begins at `first_row`.
 
     Like a DTensor, it has the shape of the larger tensor and only local values. torch.distributed.checkpoint writes and reads such types by
     three methods, and finds rows however the parts were cut when they were saved.

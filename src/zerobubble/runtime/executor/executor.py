@@ -1,7 +1,7 @@
 """Runs one rank's row of a program: the only loop in the package that computes.
 
-Order. The executor performs the actions of its row in order, and a pass waits only for its own inputs. It never decides what runs next:
-that rows cannot deadlock, and that every value is made before it is used, is proved when the program is compiled.
+Order. The executor performs the actions of its row in order, and a pass waits only for its own inputs. It never decides what runs next.
+Compilation proves that rows cannot deadlock, and that every value is made before it is used.
 
 Lifetime. A value is removed when its only user takes it, or by its last user or release if several passes use it or it is also sent. What
 was sent belongs to the mailbox until the program releases it.
@@ -175,7 +175,7 @@ class Executor:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Which parameters of this rank's stages require a gradient; empty if messages carry that themselves."""
+        """The parameters of this rank's stages that require a gradient; empty if messages themselves carry this information."""
         if self._messages_carry_gradients or not self._training:
             return ()
         return tuple([parameter.requires_grad for stage in self._stages.values() for parameter in stage.parameters])

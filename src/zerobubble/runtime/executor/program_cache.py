@@ -45,7 +45,7 @@ MICROBATCHES = Wanted(
         "make them larger, or spread the batch over several steps" if WHOLE.accepts(given) and given > _MOST else WHOLE.remedy(given)
     ),
 )
-"""A larger schedule would take longer to write, check and compile than anyone waits."""
+"""Larger schedules take too long to write, check and compile."""
 
 
 class ReadyProgram:
@@ -103,10 +103,8 @@ class ProgramCache:
 
     Every rank chooses the same numbers in the same order, so all ranks keep the same programs.
 
-    Args:
-        given: What the user asked to play; it makes schedules for other numbers of microbatches.
-        listener: Is called in training before each step of the row, and when gradients are complete.
-        gathered_bytes: The memory for gathered weights of sharded stages.
+    Args: given: The schedule that the user requested; it makes schedules for other numbers of microbatches. listener: Is called in training
+        before each step of the row, and when gradients are complete. gathered_bytes: The memory for gathered weights of sharded stages.
         offloads: Are for one schedule; no other schedule can train with them.
     """
 
@@ -153,7 +151,7 @@ class ProgramCache:
     def choose(self, num_microbatches: int) -> ReadyProgram:
         """Returns the program for this number of microbatches, and makes it current. The handshake of the step compares it among ranks.
 
-        Raises `InputError` if there is no such schedule, or if it has another placement.
+        Raises `InputError` if there is no such schedule, or if its placement differs.
         """
         ready = self._ready.pop(num_microbatches, None) or self._make_ready(self._compiled_for(num_microbatches))
         self._keep(ready)

@@ -1,9 +1,9 @@
 """Reduces the gradients of stages sharded by FSDP2 while passes run: starts each reduction, and finishes it once it is complete.
 
 All ranks that hold shards of the same weights must start the same collectives in the same order, or they deadlock. But ranks are at
-different points within a pass. All-gathers start at fixed places of the row. So reductions have an order of their own: stage by stage in
-the order of their last passes, and module by module, each as soon as its gradients are complete. While gathers are still to come, they
-start only after the last pass of the stage, which is a fixed place too.
+different points within a pass. All-gathers start at fixed places of the row. So reductions have a fixed order: stage by stage in the order
+of their last passes, and module by module, each as soon as its gradients are complete. While gathers are still to come, they start only
+after the last pass of the stage, which is a fixed place too.
 """
 
 from __future__ import annotations

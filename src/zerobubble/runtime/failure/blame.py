@@ -4,7 +4,7 @@ A wait that times out names only the neighbor, which may itself be waiting. So t
 checks in this order, from hard evidence to weak:
 
 1. A rank that does not answer. Its process has ended or is frozen, or the network is cut; its silence does not say which.
-2. A rank whose process stalled for long: it was late for everything, whatever it does now.
+2. A rank whose process stalled for long: it was late for everything, regardless of what it does now.
 3. The rank at the end of the chain, which waits for no rank of this pipeline.
 4. If the chain is a circle: the rank that entered its call last, else no single rank. The ranks then make different calls.
 """
@@ -23,8 +23,8 @@ _NONE_HERE = (NOBODY, ELSEWHERE)
 """The `peer` of a rank that waits for no rank of this pipeline."""
 
 LONG_STALL_S, STALL_S = 3.0, 1.0
-"""A process that recently stalled for this long is to blame for a timeout: for the first whatever the chain says, for the second if the
-chain names no rank."""
+"""A process that recently stalled for this long is to blame for a timeout. The first value applies regardless of the chain, the second if
+the chain names no rank."""
 
 
 def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> FailureReport:
@@ -58,7 +58,7 @@ def lost_contact(rank: int, status: RankStatus) -> str:
 
 
 def process_end_report(ended: Sequence[int], witness: int, status: RankStatus, kills: int) -> FailureReport:
-    """Returns the report for ranks whose processes are known to have ended, of which the first is to blame.
+    """Returns the report for ranks whose processes are known to have ended; the first of them is to blame.
 
     `status` is what the `witness` did then. `kills` is how many processes the OOM killer has ended on that machine since the pipeline was
     created.
@@ -69,7 +69,8 @@ def process_end_report(ended: Sequence[int], witness: int, status: RankStatus, k
 
 
 def store_host_end_report(rank: int, kills: int) -> FailureReport:
-    """Like `process_end_report`, for the rank that hosted the store. Every rank makes the same words: they cannot share a report."""
+    """Like `process_end_report`, for the rank that hosted the store. Every rank makes the same text, because ranks cannot share a report
+    without the store."""
     ended = f"its process ended, and with it the torch.distributed store{_for_memory(kills)}"
     return FailureReport(rank, "", f"rank {rank} is gone: {ended}; see the log there")
 
@@ -134,7 +135,7 @@ def _report_circle(statuses: dict[int, RankStatus], caller: int) -> FailureRepor
 
 
 def _came_last(statuses: dict[int, RankStatus], rank: int) -> int | None:
-    """Returns the rank that entered its call last, of `rank` and those that it waits for to begin; None if `rank` has begun already."""
+    """Returns the rank that entered its call last, among `rank` and those whose begin it waits for; None if `rank` has begun already."""
     beginning: list[int] = []
     while rank in statuses and rank not in beginning and statuses[rank].doing == STARTING:
         beginning.append(rank)

@@ -19,7 +19,8 @@ class PlaysActions(Protocol):
 
 
 Activity = str | PlaysActions
-"""Words such as "while clipping gradients", or what plays a step. Words for a step are made only on a failure: a step has many actions."""
+"""A description such as "while clipping gradients", or the object that plays a step. The description of a step is made only on a failure,
+because a step has many actions."""
 
 
 def words_of(activity: Activity) -> tuple[str, str]:

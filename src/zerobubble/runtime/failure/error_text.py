@@ -1,8 +1,8 @@
 """Makes the text of an error safe to store, send and print.
 
-User code makes this text: `__str__` may raise, return something else than text, or return text without end or with characters that no log
-can show. Reports hold short texts that UTF-8 can encode. A `__str__` that never returns cannot be helped: the other ranks wait until their
-timeout and then name this rank.
+User code makes this text: `__str__` may raise, return something other than text, or return endless text or characters that no log can show.
+Reports hold short texts that UTF-8 can encode. A `__str__` that never returns cannot be helped: the other ranks wait until their timeout
+and then name this rank.
 """
 
 from __future__ import annotations

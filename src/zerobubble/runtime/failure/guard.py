@@ -1,4 +1,4 @@
-"""Stops all ranks of a pipeline with one error when one of them stops. `FailureGuard` is the object of a pipeline for all failures.
+"""Stops all ranks of a pipeline with one error if one of them fails. `FailureGuard` is the object of a pipeline for all failures.
 
 See the package for the life of a pipeline, and for the order of the steps in `fail` and `close`. Methods marked as running in another
 thread must not wait for this rank's own thread: it may be blocked on a message, and they are what unblocks it.
@@ -134,8 +134,8 @@ class FailureGuard:
     def fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
         """Reports `error` to all ranks, or finds the rank that is lost; closes the pipeline, and raises what all of them raise.
 
-        Closes the connections and raises `error` whatever goes wrong meanwhile. So this depends on nothing that may be broken: it starts
-        no thread, needs no answer from the store, and survives an error text that cannot be made and a hook that cannot be closed.
+        Closes the connections and raises `error`, regardless of further errors. It depends on nothing that may be broken: it starts no
+        thread, needs no answer from the store, and tolerates a failing error text or hook.
         """
         is_lost = isinstance(error, LostContactError)
         try:

@@ -1,6 +1,6 @@
-"""Bounds how long a rank waits for other ranks while a pipeline is created, and listens for failures meanwhile.
+"""Bounds the time that a rank waits for other ranks while a pipeline is created, and listens for failures during that time.
 
-Constructors of communication backends block: if a rank is missing, they return only after several times their own timeout. So each such
+Constructors of communication backends block. If a rank is missing, they return only after several times their own timeout. So each such
 call runs in a thread of its own. This rank leaves that thread behind if another rank reports a failure, or if the calls together have taken
 `timeout` seconds.
 """

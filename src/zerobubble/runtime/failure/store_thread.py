@@ -47,8 +47,8 @@ class StallMonitor:
     def __init__(self) -> None:
         self._due: float | None = None
         self._past: tuple[tuple[float, float], ...] = ()
-        """Stalls that no later one has exceeded: when this process resumed, and after how many seconds. Replaced whole, so that other
-        threads need no lock to read it."""
+        """Stalls that no later one has exceeded: the time when this process resumed, and the seconds of the stall. Replaced whole, so that
+        other threads need no lock to read it."""
 
     @contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
@@ -72,7 +72,8 @@ class StallMonitor:
 
 
 class StoreThread:
-    """Calls `store` for its rank. Between calls it runs `poll(store)` every `poll_s` seconds until that is true; at its end `leave(store)`.
+    """Calls `store` for its rank. Between calls, it runs `poll(store)` every `poll_s` seconds until it returns True. At its end, it runs
+    `leave(store)`.
 
     Its waits feed `stalls`. `join_timeout_s` bounds how long the end of the pipeline waits for the thread.
 
@@ -99,7 +100,7 @@ class StoreThread:
     def count(self, seconds: float) -> None:
         """Adds `seconds` in which this rank waited for anything to the silence of the store.
 
-        The thread polls the store meanwhile, and each answer ends the silence.
+        While the rank waits, the thread polls the store, and each answer ends the silence.
         """
         self.store.count(seconds)
 

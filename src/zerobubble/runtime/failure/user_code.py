@@ -14,7 +14,7 @@ from zerobubble.runtime.failure.error_text import text_of
 
 _PATHS = (str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 _LIBRARIES = (*(f"{path}{os.sep}" for path in _PATHS), "<")
-"""Where code lies that is not the user's: this package, Python, and what is installed. Frozen modules have names such as <frozen os>."""
+"""Locations of code that is not the user's: this package, Python, and installed packages. Frozen modules have names such as <frozen os>."""
 
 
 def _is_users(frame: FrameType) -> bool:

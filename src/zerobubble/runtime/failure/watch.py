@@ -7,7 +7,7 @@ from what all ranks publish.
 
 The torch.distributed store holds the report. Three rules keep all ranks on the same one:
 
-- The first report wins (`compare_set`). Each rank raises what the store holds, not what it found itself.
+- The first report wins (`compare_set`). Each rank raises the report in the store, not its own finding.
 - A report is written before the alarm: a listener that sees the alarm may look for the report at once.
 - The listener caches the report, since the process that hosts the store may end before a busy rank reads it.
 
@@ -102,8 +102,8 @@ class FailureWatch:
     def report_process_end(self, ended: int, status: RankStatus) -> bool:
         """Publishes that the process of rank `ended` has ended while this rank did what `status` says.
 
-        Returns False if that rank had left in order. If the store ended with it, all ranks that see this find the same report by
-        themselves.
+        Returns False if that rank had left the pipeline normally. If the store ended with it, all ranks that see this find the same report
+        by themselves.
         """
         if ended == self._group.store_host:
             stall = self._own_stall(f"the process of rank {ended}, which hosted the torch.distributed store, had ended")
@@ -114,10 +114,10 @@ class FailureWatch:
         return self._ask(lambda: self._report_end(status) is not None) is not False
 
     def _report_end(self, status: RankStatus) -> FailureReport | None:
-        """Returns the report if a process has ended that had not left in order: then no answers are worth waiting for.
+        """Returns the report if a process has ended without leaving normally. In that case, waiting for answers is pointless.
 
-        A process may have ended because this one stalled. It has then left in order, after it published its own report. But if this
-        process hosts the store, the other could do neither of the two. So a stall of the host comes first.
+        A process may have ended because this one stalled. In that case, it published its own report and left normally. But if this process
+        hosts the store, the other process could do neither. So a stall of the host is checked first.
         """
         rank, store = self._group.rank, self._thread.store
         ended = [other for other in self._ended if not store.check([_left_key(other)])]
@@ -167,7 +167,7 @@ class FailureWatch:
         return _read_report(store.get(_REPORT))
 
     def _own_stall(self, found: str, least_s: float | None = None) -> FailureReport | None:
-        """Returns a report that this process has recently stalled and what it `found` then; None if the stall was short.
+        """Returns a report that this process has recently stalled, with what it `found` afterwards; None if the stall was short.
 
         A stall counts from `least_s` seconds, by default from those that the others wait for an answer.
         """

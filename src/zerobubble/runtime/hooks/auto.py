@@ -6,8 +6,8 @@ Training makes progress from the first step on:
 2. The best published schedule runs while rank 0 searches for a plan in the background.
 3. The plan runs. Every `REVIEW` steps, a step is compared with the plan's costs, and drift starts a new search.
 
-The latency of a bad link varies from message to message, which no plan models. So a plan for one must be faster, in measured steps, than
-the published schedules without W.
+The latency of a bad link varies from message to message, which no plan models. So a plan for a bad link must be faster, in measured steps,
+than the published schedules without W.
 
 All ranks switch at the same step, or their messages would not match. So every decision here uses only gathered values.
 
@@ -83,7 +83,7 @@ class AutoPlanner(StepHook):
     """Chooses the schedule of each step. Every rank runs it after every step and gets the same answer.
 
     `schedule` is the current schedule, `plan` its plan once there is one. Raises `InputError` if the planner's search is not installed,
-    for a placement that does not fit or has several routes, and if the number of limits is not that of ranks.
+    for a placement that does not fit or has several routes, and if the number of limits differs from the number of ranks.
     """
 
     def __init__(self, options: Auto, num_ranks: int, num_microbatches: int) -> None:
@@ -239,7 +239,7 @@ class AutoPlanner(StepHook):
         return None
 
     def _best_published(self) -> Plan | None:
-        """Returns the best published schedule as found by the first rank that succeeds, None if none does.
+        """Returns the best published schedule, found by the first rank that succeeds; None if no rank does.
 
         Every rank searches, so that none waits for another's search. Only one rank's result counts, since all must play the same.
         """
@@ -312,7 +312,7 @@ class AutoPlanner(StepHook):
         return found is not None, None if found is None else found.to_dict()
 
     def _review(self, timeline: Timeline) -> Schedule | None:
-        """Compares a step with the plan's costs. The second drifting step in a row starts a search, as does a missing plan."""
+        """Compares a step with the plan's costs. A search starts after two drifting steps in a row, or if there is no plan."""
         assert self._problem is not None
         now = corrected(self._problem.costs, timeline)
         off, late = how_far(self._problem.costs, now), how_late(self._problem.costs, now)

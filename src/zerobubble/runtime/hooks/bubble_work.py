@@ -15,7 +15,7 @@ from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
 _STEPS_SEEN = 4
-"""Last steps that limit a window: it is no longer than its shortest measured idle time in them."""
+"""The number of recent steps that limit a window: it is at most its shortest measured idle time in these steps."""
 _SHARE = number("a number above 0, up to 1", lambda given: isinstance(given, (int, float)) and 0 < given <= 1)
 _SECONDS = number("a number of seconds, 0 or more", lambda given: isinstance(given, (int, float)) and 0 <= given < float("inf"))
 
@@ -42,11 +42,12 @@ class BubbleWork(StepHook):
 
     The idle times are the windows of `zb.explain.windows` under `costs`, such as from `Pipeline.profile`, and `limits`. `share` of each is
     offered, as a margin for variation. If recent steps had less idle time there, `share` of that is offered, and nothing below `least`
-    seconds. `work` runs between two passes, on the thread that runs them, and must return in time: nothing stops it. `overruns` counts how
-    often it did not. On a GPU, what it enqueues on the current stream runs between the passes. Torch's random state is restored after
-    it, so training draws the same random numbers with and without it.
+    seconds. `work` runs between two passes, on the thread that runs them, and must return in time: nothing stops it. `overruns` counts its
+    late returns. On a GPU, what it enqueues on the current stream runs between the passes. Torch's random state is restored after it, so
+    training draws the same random numbers with and without it.
 
-    `offered` and `used` are the seconds of all bubbles so far and those that `work` took. An error in `work` ends the step on every rank.
+    `offered` is the total seconds of all bubbles so far, and `used` is the time that `work` took. An error in `work` ends the step on every
+    rank.
     """
 
     needs_row_steps = True

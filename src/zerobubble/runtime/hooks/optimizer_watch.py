@@ -1,4 +1,4 @@
-"""Notifies a pipeline when any optimizer over its parameters is about to step, whatever code calls it."""
+"""Notifies a pipeline when any optimizer over its parameters is about to step, regardless of the caller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _register_once() -> None:
     """Makes PyTorch call `_before_step` for every optimizer of the process.
 
     It is registered once and never removed. An optimizer that steps iterates over PyTorch's global dict of these functions, and the garbage
-    collector may free a runner meanwhile. If each runner removed its own function then, the step of any optimizer would fail.
+    collector may free a runner during the iteration. If runners removed their own functions, the step of any optimizer could fail.
     """
     register_optimizer_step_pre_hook(_before_step)
 

@@ -5,8 +5,8 @@
 3. They read it in the next step of the pipeline, after the forwards before their rollback point.
 4. If any rank waited, all ranks undo their steps, make the exact step, and run these forwards again.
 
-Order matters in two places. The receive of the next ledger is posted before this rank passes its own on (`_expect`). And gradients and
-options are kept until the verdict: the exact step needs those of the call to `step`, and user code may have changed them since.
+Order matters in two places. The receive of the next ledger is posted before this rank passes its own on (`_expect`). Gradients and options
+are kept until the verdict, because the exact step needs those of the call to `step`, and user code may have changed them since.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update validation). The rollback points are this project's own.
 """
@@ -44,7 +44,7 @@ Way = Literal["copy", "arithmetic"]
 
 
 class Attaches(Protocol):
-    """A `Pipeline`, as far as a hook that attaches itself has to know it."""
+    """The part of a `Pipeline` that a hook needs to attach itself."""
 
     def attach(self, hook: StepHook) -> None:
         """Call `hook` from the next training step on."""
@@ -54,18 +54,18 @@ class Attaches(Protocol):
 class PostValidation(StepHook):
     """An optimizer around this rank's, or a list of them, that clips by the norm of the whole model's gradients without waiting for it.
 
-    Every rank of `pipe` makes one with the same arguments, and then trains as ever: `pipe.step`, `step`, `zero_grad`. What comes out is
-    what `pipe.clip_grad_norm_(max_norm)` and `optimizer.step()` give where the norm is finite, to the bit with `undo="copy"`; a step
-    whose gradients are not finite is left out on all ranks. Without `max_norm` nothing is clipped. `scaler`, which `pipe.step` is given as
-    well, unscales the gradients before and is updated alike on every rank.
+    Every rank of `pipe` makes one with the same arguments, and then trains as usual: `pipe.step`, `step`, `zero_grad`. If the norm is
+    finite, the result equals that of `pipe.clip_grad_norm_(max_norm)` and `optimizer.step()`, to the bit with `undo="copy"`. All ranks skip
+    a step whose gradients are not finite. Without `max_norm` nothing is clipped. `scaler` first unscales the gradients and is updated in
+    the same way on every rank; pass it to `pipe.step` as well.
 
-    `undo` says how a step is taken back: "copy" keeps a copy of parameters and state, "arithmetic" inverts the formulas of SGD, Adam or
-    AdamW up to rounding; None takes the copy if it fits in half of the memory that is free now, else arithmetic.
+    `undo` selects how a step is undone. "copy" keeps a copy of parameters and state. "arithmetic" inverts the formulas of SGD, Adam or
+    AdamW up to rounding. None uses the copy if it fits in half of the memory that is free now, else arithmetic.
 
-    Between `step` and the next `pipe.step`, weights may still be those of a step to be taken back: call `settle` before you read them.
+    Between `step` and the next `pipe.step`, weights may belong to a step that is undone later: call `settle` before you read them.
 
-    Raises `InputError` on every rank when an argument is wrong on one, or when they disagree, and from `step` for another scaler than that
-    of `pipe.step`. From then on an optimizer over this rank's parameters that is not among these raises it when it steps.
+    Raises `InputError` on every rank if an argument is wrong on any rank or differs between ranks. `step` raises it if `pipe.step` got a
+    different scaler. From then on, any other optimizer over this rank's parameters raises it when it steps.
     """
 
     needs_rollback_point = True
@@ -118,7 +118,7 @@ class PostValidation(StepHook):
         self._expect()
 
     def step(self) -> None:
-        """The optimizer's step with the gradients as they are; final when the next `pipe.step`, or `settle`, has come past it."""
+        """Makes the optimizer's step with the current gradients. The step is final after the next `pipe.step` or `settle`."""
         with self._pipeline.activity(_STEPPING):
             self._refuse_other_scaler()
             self._judge()
@@ -129,7 +129,7 @@ class PostValidation(StepHook):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns where the step is made by the next pipe.step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. They are kept until the step is final, so they cannot be set to 0: raises `InputError` for that."""
+        """Drops the gradients. The exact step may need their values, so `set_to_none=False` raises `InputError`."""
         if not set_to_none:
             raise InputError("a step that may be taken back needs its gradients, which zero_grad(set_to_none=False) overwrites; drop them")
         for optimizer in self.optimizers:
@@ -138,7 +138,7 @@ class PostValidation(StepHook):
     def settle(self) -> None:
         """Makes the last step final on this rank: its weights and the optimizer's state are then those of the exact step.
 
-        Waits until the ranks before this one, and the last, have called `step`. `norm` is then the norm of all gradients.
+        Waits until the ranks before this one, and the last rank, have called `step`. `norm` is then the norm of all gradients.
         """
         if self._back is not None or self._sends:
             with self._pipeline.activity(_VALIDATING):
@@ -147,11 +147,11 @@ class PostValidation(StepHook):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizers' own, for reading and for setting options of the next step."""
+        """The parameter groups of the optimizers, for reading and for setting options of the next step."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Settles, and returns the optimizer's state; of several optimizers a list, as "optimizers"."""
+        """Settles, and returns the optimizer's state; for several optimizers, a list under "optimizers"."""
         self.settle()
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         return {"optimizers": states} if len(states) > 1 else states[0]

@@ -1,7 +1,7 @@
 """Data parallelism: sums gradients over ranks that hold the same stages and get different data, overlapped with the passes.
 
-The loss of each rank is its part of the mean over the whole batch. So the sum of their gradients is that of the whole batch, whatever share
-of it each rank gets.
+The loss of each rank is its part of the mean over the whole batch. So the sum of their gradients is that of the whole batch, for any
+shares.
 
 All replicas must start the same sums in the same order, or tensors of different buckets would be added. Replicas may finish passes in
 different orders, for they may play different schedules for a while. So buckets wait for their turn in a fixed order of stages, and not for

@@ -54,7 +54,7 @@ class RankParameter(NamedTuple):
 
 
 class ParameterInfo(NamedTuple):
-    """What the other ranks need to know of a parameter in one of a rank's stages.
+    """The properties of a parameter in one of a rank's stages that other ranks need.
 
     `first_name` is the first name under which the rank holds the same tensor. `special_type` is the class of a tensor subclass, such as
     DTensor, and else empty.
@@ -228,7 +228,7 @@ def _merged(lists: Iterable[list[RankParameter]]) -> list[list[RankParameter]]:
 
 
 def _differences(members: list[RankParameter], infos: Sequence[ParameterInfos]) -> list[str]:
-    """Returns what keeps `members` from being one parameter with the first of them."""
+    """Returns the reasons why `members` cannot be one parameter with the first of them."""
     found = [infos[member.rank][member.name] for member in members]
     special = [_refusal(member, info.special_type) for member, info in zip(members, found, strict=True) if info.special_type]
     if special:

@@ -1,8 +1,7 @@
-"""Keeps the reports of steps: in a run folder, in TensorBoard and in Weights & Biases.
-
-A thread does all of it, so that a slow disk or network delays no step. It wakes once a second, because Python runs one thread at a time:
-woken by each step, it would delay the passes of the next. If it falls behind by `MOST_WAITING` steps, steps are left out, and the next
-line of the log has their number. A write that fails is logged once, and counts as left out.
+"""Keeps the reports of steps: in a run folder, in TensorBoard and in Weights & Biases. A thread does all of this, so that a slow disk or
+network delays no step. It wakes once a second, because Python runs one thread at a time: woken by each step, it would delay the passes of
+the next. If it falls behind by `MOST_WAITING` steps, steps are left out, and the next line of the log has their number. A write that fails
+is logged once, and counts as left out.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MOST_WAITING = 1000
 EVERY_S = 1.0
 """Seconds between two writes."""
 STEPS_AT_ONCE = 8
-"""Steps of a write after which the thread lets others run: a pass should not wait for all of a long write."""
+"""After writing this many steps, the thread lets others run: a pass should not wait for a long write."""
 CLOSING_S = 5.0
 """Seconds that closing waits for the last of them to be written."""
 
@@ -179,7 +178,7 @@ class FolderKeeper:
         self._num_details += 1
 
     def close(self, failure: PipelineError | None) -> None:
-        """Writes the last line, and lets go of the log."""
+        """Writes the last line, and releases the log."""
         error = None if failure is None else {"message": str(failure), "rank": failure.rank, "op": failure.op}
         try:
             self._write({END: error, "at": time.time()})

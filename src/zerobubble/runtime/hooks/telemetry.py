@@ -43,16 +43,16 @@ class Telemetry(StepHook):
         peak_flops: This rank's peak floating-point operations per second, such as 312e12. With it, reports have the MFU. It counts the
             operations of the first step of each input shape, which makes that step slower.
         folder: The run folder. The hook must be on every rank, and each replica of a mesh needs a folder of its own.
-        costs: What passes should take and hold, from `Pipeline.profile` or a plan. With them, records have the drift of stage times, and
-            `zerobubble watch` compares the run with its plan.
+        costs: The expected times and bytes of passes, from `Pipeline.profile` or a plan. With them, records have the drift of stage times,
+            and `zerobubble watch` compares the run with its plan.
         tensorboard: A folder for TensorBoard; each rank writes a run of its own.
         wandb: A project of Weights & Biases, in which each rank has a run.
         every: Only steps whose number is a multiple are reported.
         detail_every: One in `detail_every` reports has all passes and messages, for the timeline, and the measured memory. In these steps,
             bytes held for backward are counted.
 
-    Raises `InputError` if nothing takes the reports, if a number is out of range, if a package is missing, if the folder cannot be written,
-    and if another process records this rank there.
+    Raises `InputError` if there is no receiver for the reports, if a number is out of range, if a package is missing, if the folder cannot
+    be written, and if another process records this rank there.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Telemetry(StepHook):
         return f"<Telemetry to {', '.join(['on_step'] * (self.report is not None) + takers)}>"
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Opens what takes the reports."""
+        """Opens the receivers of the reports."""
         rank = pipeline.rank
         keepers: list[Keeper] = []
         self._pipeline = weakref.ref(pipeline)
@@ -136,7 +136,7 @@ class Telemetry(StepHook):
             self._recorder.put(recorded, at_once=has_details)
 
     def on_close(self) -> None:
-        """Ends the record of the run, with what ended it."""
+        """Ends the record of the run, with the error that ended it."""
         if self._recorder is not None:
             pipeline = self._pipeline()
             self._recorder.close(None if pipeline is None else pipeline.failure)

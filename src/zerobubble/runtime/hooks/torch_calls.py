@@ -1,4 +1,4 @@
-"""Refuses calls of torch that take a rank of a pipeline for a replica of the whole model, and would train it wrongly without an error.
+"""Refuses calls of torch that mistake a rank of a pipeline for a replica of the whole model. Their training would be silently wrong.
 
 Both functions are replaced where torch itself looks them up, so it does not matter when and how a program imported what it calls.
 """
@@ -19,7 +19,7 @@ from zerobubble.runtime.hooks.optimizer_watch import owners_of, pipelines
 from zerobubble.runtime.step.runner import StepRunner
 
 CLIP = "_clip_grads_with_norm_"
-"""The function that `torch.nn.utils.clip_grad_norm_` calls. With a norm of the caller's, `clip_grads_with_norm_` is another name of it."""
+"""The function that `torch.nn.utils.clip_grad_norm_` calls. With a norm from the caller, `clip_grads_with_norm_` is another name for it."""
 
 
 @cache

@@ -31,7 +31,7 @@ from zerobubble.runtime.values.payload import Payload, Structure, Tensors
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes, shapes_of
 
 MOST_KEPT = 64
-"""Kinds of inputs whose message shapes are kept. The least recently used one is dropped, and announced again if it returns."""
+"""The number of kinds of inputs whose message shapes are cached. The least recently used one is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class StepOrder:
 
     @property
     def digest(self) -> int:
-        """A number that differs if what is played differs."""
+        """A number that differs between steps that play different orders or passes."""
         return _digest(str(self.numbers()))
 
     @classmethod
@@ -177,9 +177,9 @@ class StepHandshake:
     ) -> StepMessages:
         """Opens the step of the `call` with this number, for these `inputs` of the first rank.
 
-        `trained` says which parameters of this rank require a gradient; empty if messages carry that themselves. With the `costs` of the
-        first rank, microbatches take the places that these choose, in passes that were planned ahead if there are any; otherwise the order
-        of the data.
+        `trained` marks the parameters of this rank that require a gradient; empty if messages themselves carry this information. With the
+        `costs` of the first rank, microbatches take the places that these choose, in passes that were planned ahead if there are any;
+        otherwise the order of the data.
 
         Raises `InputError` if this rank is in another call, or plays something else, than the rank that starts the step, and `RefusedError`
         if the first rank refuses the call.

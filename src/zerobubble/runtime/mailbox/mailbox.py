@@ -238,7 +238,7 @@ class Mailbox:
         self._arriving[value] = (tensors, [receive(t) for t in coming])
 
     def _check(self, value: Value, tensors: Tensors, *, is_announced: bool) -> None:
-        """Compares what is sent with what was sent before, or records what it is."""
+        """Compares the sent value with that of earlier steps, or records its shapes."""
         known = self._known
         structure = None if type(tensors) is tuple else structure_of(tensors)
         if is_announced or not all(map(is_plain, tensors)):

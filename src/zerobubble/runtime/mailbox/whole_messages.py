@@ -14,7 +14,7 @@ from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes
 
 MOST_KEPT = 8
-"""Sets of shapes whose lanes are kept. The oldest is dropped first, and recreated if its shapes return."""
+"""The number of sets of shapes whose lanes are cached. The oldest is dropped first."""
 
 
 class WholeMessages:

@@ -45,7 +45,7 @@ def _is_transformed() -> bool:
 
 
 def reasons_not_to_wait(module: nn.Module, parameters: Iterable[nn.Parameter], *, in_grad: bool = True) -> dict[Tensor, str]:
-    """Returns why the gradients of some `parameters` of `module` cannot be deferred, whatever layer uses them. Call it when a step begins.
+    """Returns why the gradients of some `parameters` of `module` cannot be deferred in any layer. Call it when a step begins.
 
     FSDP2 parameters can be deferred while gathered if W adds to `.grad` (`in_grad`), because FSDP2 reduces `.grad`.
 

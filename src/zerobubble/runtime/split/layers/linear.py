@@ -1,4 +1,4 @@
-"""Linear layers with a deferred weight gradient, also under autocast."""
+"""Linear layers with a deferred weight gradient, with or without autocast."""
 
 from __future__ import annotations
 
