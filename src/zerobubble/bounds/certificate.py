@@ -275,7 +275,8 @@ def _claims_of_head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim
 
 def _claims_from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Claim]:
     """Claims from the earliest starts of the last microbatch and from busy ranks, for a window that begins with the first pass of all
-    ranks."""
+    ranks.
+    """
     event = "all ranks end" if window.rank is None else f"rank {window.rank} ends"
     for here in by_rank:
         after: dict[int | None, int] = {

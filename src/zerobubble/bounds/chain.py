@@ -36,8 +36,10 @@ def starts_of(needs: ChainNeeds) -> Chain:
 
 
 def chain_needs(placement: Placement, costs: Costs, delay: int = 0) -> ChainNeeds:
-    """Returns the passes that each pass of the chain waits for. `delay` is an additional time in ns between the last stage's F and its
-    B."""
+    """Returns the passes that each pass of the chain waits for.
+
+    `delay` is an additional time in ns between the last stage's F and its B.
+    """
     stages, home = placement.num_stages, placement.routes[0]
     chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
     known = set(chain)

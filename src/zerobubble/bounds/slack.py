@@ -129,8 +129,7 @@ def recompute_times(placement: Placement, groups: Sequence[MicrobatchGroup]) -> 
 
 
 class Savings(NamedTuple):
-    """The most that the R's of a rank can save: the number of forwards with each set of options (ns and bytes), and the most bytes at
-    once."""
+    """The most that the R's of a rank can save: the number of forwards with each set of options (ns and bytes), and the most bytes at once."""
 
     forwards: tuple[tuple[int, Options], ...]
     most: int
@@ -154,8 +153,9 @@ def rank_savings(placement: Placement, limits: Limits, groups: Sequence[Microbat
 
 
 def _most_at_once(limit: int, held: Sequence[tuple[int, int, Options]]) -> int:
-    """The most bytes that forwards can save at once. When the first of their B runs, its forward is held in full, and all others are still
-    held.
+    """The most bytes that forwards can save at once.
+
+    When the first of their B runs, its forward is held in full, and all others are still held.
 
     `held` are, by stage, the number of forwards, the bytes of one in full, and its options as bytes kept and saved.
     """

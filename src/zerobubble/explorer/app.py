@@ -1,5 +1,7 @@
-"""The endpoints of the server: the page, and the package's functions as JSON. Requests are bounded. A refusal has a sentence and the field
-at fault."""
+"""The endpoints of the server: the page, and the package's functions as JSON.
+
+Requests are bounded. A refusal has a sentence and the field at fault.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Reads the requests of the page: a schedule by name or in a file, its shape, times and memory. Every value is bounded, and a refusal names
-its field."""
+"""Reads the requests of the page: a schedule by name or in a file, its shape, times and memory.
+
+Every value is bounded, and a refusal names its field.
+"""
 
 from __future__ import annotations
 

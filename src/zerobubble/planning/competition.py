@@ -312,8 +312,10 @@ def _plan_fused(
 
 
 def _joined(plan: Plan, problem: Problem) -> Plan:
-    """Converts a plan with passes one at a time to a plan for `problem`, whose BW may take less than B and W. Returns the shortest that
-    fits."""
+    """Converts a plan with passes one at a time to a plan for `problem`, whose BW may take less than B and W.
+
+    Returns the shortest that fits.
+    """
     recomputed = plan.problem.recomputation
     target = problem if recomputed is None else with_levels(problem, recomputed.offered, *recomputed.chosen)
     bound = target.bound()

@@ -89,8 +89,9 @@ def plan_cuts(
     search: Search,
     progress: ProgressCallback | None = None,
 ) -> Plan:
-    """Plans cuts of layers together with all axes that `search` plans. The result is never worse than planning one after the other with
-    half of the budget each.
+    """Plans cuts of layers together with all axes that `search` plans.
+
+    The result is never worse than planning one after the other with half of the budget each.
 
     The first step does just that: it cuts the layers alone, and the search runs on these cuts. Cuts that suit the other axes are tried,
     too, such as those with a whole head in the last stage. Then layers of the winner move. This takes up to three times the budget. Raises

@@ -274,8 +274,10 @@ class _Searches:
 
 
 def _with_headroom(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more: int) -> dict[str, Problem]:
-    """The problems with memory reserved for `more` microbatches and the bytes that the head keeps of them. Leaves out problems in which no
-    microbatch fits any more."""
+    """The problems with memory reserved for `more` microbatches and the bytes that the head keeps of them.
+
+    Leaves out problems in which no microbatch fits any more.
+    """
     smaller = {}
     for name, problem in stages.items():
         sizes, held = problem.microbatch_bytes, divided[name].costs.column(HEAD_BYTES)

@@ -272,8 +272,9 @@ def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, Pro
 
 
 def _start(layer_problem: LayerProblem) -> Problem:
-    """The problem of a balanced cut. The cut leaves memory for the number of microbatches that gives the lowest bound; if several do, for
-    the fewest.
+    """The problem of a balanced cut.
+
+    The cut leaves memory for the number of microbatches that gives the lowest bound; if several do, for the fewest.
 
     A cut that leaves memory for only one may balance times better, but its ranks would wait for each other. Raises `InputError` if nothing
     fits.

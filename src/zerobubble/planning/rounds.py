@@ -56,8 +56,10 @@ def _note_against_winner(best: Plan, plan: Plan, searched: bool) -> str:
 
 
 def _after_a_tie(best: Plan, plan: Plan) -> str:
-    """The reason why `plan` ranks after an equally short winner: the first difference in their keys. Empty if it is longer, or if all keys
-    are equal."""
+    """The reason why `plan` ranks after an equally short winner: the first difference in their keys.
+
+    Empty if it is longer, or if all keys are equal.
+    """
     won, lost = (rank_key(Attempt("", each)) for each in (best, plan))
     if best.time is None or won[0] != lost[0] or won >= lost:
         return ""

@@ -290,8 +290,10 @@ class Pipeline:
 
     @property
     def played(self) -> Schedule | None:
-        """The schedule that the last `step` ran, with the order and passes from `order_by`. It is the same on every rank, and None before
-        the first step."""
+        """The schedule that the last `step` ran, with the order and passes from `order_by`.
+
+        It is the same on every rank, and None before the first step.
+        """
         return self._steps.played
 
     @property

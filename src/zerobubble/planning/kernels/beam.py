@@ -19,7 +19,8 @@ kept."""
 
 class _Partial(NamedTuple):
     """A partial schedule: the passes done of each kind and stage, the start and the free time of each rank, its bytes, and the arrival of
-    messages."""
+    messages.
+    """
 
     done: tuple[int, ...]
     free: tuple[int, ...]
@@ -65,8 +66,10 @@ class _Beam:
         return _Partial((0,) * len(self.codes), nothing, (-1,) * ranks, nothing, ((0,) * m, *((),) * (len(self.codes) - 1)), 0.0, None)
 
     def followers(self, one: _Partial) -> Iterator[_Partial]:
-        """The passes to branch on. On the rank that can end a pass first, these are all passes that can begin before that end. They lead to
-        all active schedules."""
+        """The passes to branch on.
+
+        On the rank that can end a pass first, these are all passes that can begin before that end. They lead to all active schedules.
+        """
         ready = []
         for code in self.codes:
             if one.done[code] < len(one.arrivals[code]):
@@ -134,8 +137,9 @@ class _Beam:
 
 
 def beam_search(problem: Problem, width: int) -> tuple[Schedule | None, int]:
-    """Returns the best schedule found with `width` partial schedules of each length, and the number of passes placed. The schedule is None
-    if all partial schedules run out of memory.
+    """Returns the best schedule found with `width` partial schedules of each length, and the number of passes placed.
+
+    The schedule is None if all partial schedules run out of memory.
     """
     beam, placed = _Beam(problem), 0
     kept = [beam.beginning()]

@@ -118,8 +118,9 @@ def _search_level(tables: Tables, bound: int, pool: PolicyPool, budget: BudgetMe
 
 
 def _search_island(state: SearchState, pool: PolicyPool, start: float, stop: float, *, at_random: float) -> None:
-    """Improves the policies of `pool` while the spent fraction of the budget goes from `start` to `stop`. The first `at_random` of this
-    search draws random policies.
+    """Improves the policies of `pool` while the spent fraction of the budget goes from `start` to `stop`.
+
+    The first `at_random` of this search draws random policies.
     """
     for _ in range(TRIES // BATCH):
         if state.done or state.budget.spent >= stop:

@@ -160,8 +160,10 @@ def first_rank_to_start(scratch: ListScratch) -> int:
 
 @inlined
 def run_chosen_pass(tables: Tables, dispatch: Records, scratch: ListScratch, rank: int) -> int:
-    """Runs the pass that `rank` chose; a B that does not fit alone runs together with its W. Returns the code that waits for the message,
-    -1 if none does."""
+    """Runs the pass that `rank` chose; a B that does not fit alone runs together with its W.
+
+    Returns the code that waits for the message, -1 if none does.
+    """
     state, m = scratch.ranks[rank], tables.microbatches
     code = state.choice
     of, one = tables.codes[code], scratch.next[code]
@@ -206,8 +208,10 @@ def until_next(dispatch: Records, rank: int, runs: int) -> float:
 
 @inlined
 def choose_next_pass(tables: Tables, dispatch: Records, lead: Floats, scratch: ListScratch, rank: int, strictly: bool) -> None:
-    """Chooses the next pass of `rank` and its start, `FAR` if it has to wait. This is the most urgent F or B, or a W instead of it or
-    before it."""
+    """Chooses the next pass of `rank` and its start, `FAR` if it has to wait.
+
+    This is the most urgent F or B, or a W instead of it or before it.
+    """
     state, rule = scratch.ranks[rank], dispatch[rank]
     code, due, start = most_urgent(tables, dispatch, lead, scratch, rank, strictly)
     state.start = start
@@ -261,8 +265,9 @@ def most_urgent(tables: Tables, dispatch: Records, lead: Floats, scratch: ListSc
 
 @inlined
 def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) -> tuple[int, float]:
-    """Writes the F and B that `rank` could run into `scratch.ready`. Returns their number and the earliest due date of all passes, ready or
-    not.
+    """Writes the F and B that `rank` could run into `scratch.ready`.
+
+    Returns their number and the earliest due date of all passes, ready or not.
 
     An F that has used up its lead is not ready. From the last stage to the first, since an F must leave memory for the
     microbatches between it and the rank's last stage: `ahead` are the bytes that the one which has come furthest will still take.

@@ -107,8 +107,10 @@ def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float
 
 
 def _first_order(state: SearchState) -> None:
-    """Returns an order that fits: from a few runs of the list scheduler or, if they fail, one microbatch after the other. If that does not
-    fit, nothing does."""
+    """Returns an order that fits: from a few runs of the list scheduler or, if they fail, one microbatch after the other.
+
+    If that does not fit, nothing does.
+    """
     fresh = RANDOM_POLICIES if state.tables.size <= LARGE else 0
     legs = num_legs(state.tables)
     start = grouped_policy(legs, 0.5) if legs > MOST_UNGROUPED else full_speed_policy(legs, NEVER, AS_1F1B)

@@ -61,8 +61,9 @@ def search_policies(
     tries: int,
     fresh: int,
 ) -> tuple[int, int]:
-    """Tries `tries` policies: the first `fresh` are random, the others are near those in the `pool`. Better policies replace those of the
-    pool.
+    """Tries `tries` policies: the first `fresh` are random, the others are near those in the `pool`.
+
+    Better policies replace those of the pool.
 
     A policy of the pool whose cost is unknown (NaN) is tried first. `goal` is the longest time of a rank in the order `best`. The search
     ends at `bound`. `leg` is the result of `legs_of`, and `policy` is a buffer. Returns the goal, which is lower if a better order was

@@ -47,7 +47,8 @@ class SampledObjective(NamedTuple):
 
 class RobustResult(NamedTuple):
     """The result: the index of the first of the shortest orders, an order that is more robust to noise (None if there is none), and the
-    objectives of both on fresh samples."""
+    objectives of both on fresh samples.
+    """
 
     first: int
     order: Ints | None
@@ -86,7 +87,8 @@ def _on_fresh_samples(tables: Tables, order: Ints, error: float, seed: int) -> S
 
 def draw_samples(tables: Tables, error: float, seed: tuple[int, ...]) -> SampledTimes:
     """Returns the measured times, then samples with a normal factor of standard deviation `error` for each pass, as integers of at least 0
-    ns."""
+    ns.
+    """
     measured = tables.time[:, None]
     factors = np.random.default_rng(seed).normal(1, error, (tables.size, SAMPLES))
     duration = np.hstack((measured, np.maximum(0, np.rint(measured * factors))))

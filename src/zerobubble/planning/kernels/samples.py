@@ -84,8 +84,9 @@ def copy_times(into_end: Times, into_idle: Times, end: Times, idle: Times, start
 
 @inlined
 def known_times(tables: Tables, head: Ints, idle: Times, sampled: Any, clocks: Any, share: float) -> Any:
-    """Returns the time of the longest rank and the sum over ranks, for rows played up to their heads. Both are lower bounds on the complete
-    play.
+    """Returns the time of the longest rank and the sum over ranks, for rows played up to their heads.
+
+    Both are lower bounds on the complete play.
 
     With samples, fills in the clocks and returns those of the longest rank and the sum of the costs over the noisy samples.
     """

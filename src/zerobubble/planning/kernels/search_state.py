@@ -80,8 +80,10 @@ class SearchState:
         self._leg, self._scratch, self._priorities = legs_of(tables), list_scratch(tables), empty_priorities(tables)
 
     def with_tables(self, tables: Tables, budget: BudgetMeter) -> SearchState:
-        """Returns a search with other tables of the same problem and another budget. The best rows must take no longer with these
-        tables."""
+        """Returns a search with other tables of the same problem and another budget.
+
+        The best rows must take no longer with these tables.
+        """
         other = SearchState(tables, self.bound, budget, self.report)
         other.order, other.time, other.makespan, other.how = self.order, self.time, self.makespan, self.how
         return other
@@ -197,8 +199,7 @@ class SearchState:
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")
 
     def _begin_moves(self, rows: Rows) -> tuple[float, MoveScratch, int, float]:
-        """Returns the start values for annealing played rows: the weight of the sum of times in their cost, scratch buffers, time and
-        cost."""
+        """Returns the start values for annealing played rows: the weight of the sum of times in their cost, scratch buffers, time and cost."""
         scratch, share_of_sum, times = move_scratch(self.tables, rows), 1 / len(self.tables.ranks), self._times_of_ranks(rows)
         scratch.makespan[0] = makespan_of(self.tables, rows.end)
         return share_of_sum, scratch, int(times.max()), float(times.max() + share_of_sum * times.sum())

@@ -169,8 +169,10 @@ def rotate(tables: Tables, assignment: Ints, start: int, stop: int) -> None:
 
 @compiled
 def list_by_size(tables: Tables, policy: Floats, mean: float, scratch: Listing) -> tuple[int, float]:
-    """Writes the schedule of a policy into `scratch.order`. Returns the time of the longest rank and the sum over ranks (ns), or -1 if
-    there is no schedule."""
+    """Writes the schedule of a policy into `scratch.order`.
+
+    Returns the time of the longest rank and the sum over ranks (ns), or -1 if there is no schedule.
+    """
     for code in range(len(tables.codes)):
         scratch.runs[code] = 0
     for at in range(len(scratch.end)):

@@ -77,8 +77,9 @@ def _nothing_made(tables: Tables, stages: int) -> Made:
 
 @compiled
 def play_vee(tables: Tables, made: Made, idled: Ints, forward: bool, backward: bool) -> int:
-    """Fills in the rows, given the idle time of each rank in the previous attempt. Returns the time of the longest rank in ns, -1 if a pass
-    cannot run.
+    """Fills in the rows, given the idle time of each rank in the previous attempt.
+
+    Returns the time of the longest rank in ns, -1 if a pass cannot run.
 
     `forward` and `backward` say whether W may go into gaps that are too short for it if the rank cannot afford to idle.
     """
@@ -102,7 +103,8 @@ def play_vee(tables: Tables, made: Made, idled: Ints, forward: bool, backward: b
 @compiled
 def arrival(tables: Tables, made: Made, code: int) -> int:
     """Returns the arrival of the last input of the next microbatch's pass; `UNKNOWN` if an input has not been computed, or no microbatch is
-    left."""
+    left.
+    """
     j, latest = made.runs[code], 0
     if j >= tables.microbatches:
         return UNKNOWN
@@ -198,7 +200,8 @@ def first_microbatch(tables: Tables, made: Made) -> bool:
 @compiled
 def even_out(tables: Tables, made: Made) -> bool:
     """Runs F on the way down and on the way back in turn, until each rank has run as many as the previous rank and can hold the next
-    microbatch's last F."""
+    microbatch's last F.
+    """
     ranks, m, turn = len(tables.ranks), tables.microbatches, 0
     for rank in range(1, ranks):
         before, out, home, its_home = rank - 1, rank, 2 * ranks - 1 - rank, 2 * ranks - rank
@@ -216,7 +219,8 @@ def even_out(tables: Tables, made: Made) -> bool:
 @compiled
 def backward_turn(tables: Tables, made: Made, idled: Ints, most: int, fill: bool) -> bool:
     """Runs one B on every rank: first B of the second stages, from the last rank up, if they are ready, then B of the first stages, from
-    the first rank down."""
+    the first rank down.
+    """
     ranks, m = len(tables.ranks), tables.microbatches
     stages = 2 * ranks
     for rank in range(ranks):

@@ -193,8 +193,10 @@ MOST_DEPTH, MOST_BYTES = 400, 4_000_000
 
 
 class Stack(NamedTuple):
-    """A stack of assumed orders. For each, it holds the windows before it, its two passes, the rank's first and end, and the cases
-    tried."""
+    """A stack of assumed orders.
+
+    For each, it holds the windows before it, its two passes, the rank's first and end, and the cases tried.
+    """
 
     earliest: Ints
     latest: Ints
@@ -239,8 +241,10 @@ def refute_by_orders(passes: Passes, windows: Windows, stack: Stack, span: int, 
 
 @compiled
 def _take_two(passes: Passes, windows: Windows, stack: Stack, depth: int) -> bool:
-    """Saves the windows and chooses two passes of a rank whose order is unknown, one of them with the least slack. Returns False if all
-    orders are known."""
+    """Saves the windows and chooses two passes of a rank whose order is unknown, one of them with the least slack.
+
+    Returns False if all orders are known.
+    """
     earliest, latest, before, time = windows.earliest, windows.latest, windows.before, passes.time
     least, found = NEVER, False
     for rank in range(len(passes.limit)):

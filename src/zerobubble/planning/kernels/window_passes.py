@@ -148,7 +148,8 @@ def _offsets(rows: Sequence[Sequence[object]]) -> Ints:
 
 def _before(row: Sequence[Key]) -> NDArray[np.bool_]:
     """Whether pass `one` of a rank precedes pass `other` in every schedule, at [one, other], because of chains and the order of
-    microbatches."""
+    microbatches.
+    """
     own = np.array([(_COLUMN[kind], stage, group, number) for kind, stage, group, number in row])
     (kind, stage, group, number), (other, its_stage, its_group, its_number) = own.T[:, :, None], own.T[:, None, :]
     f, r, b, w = range(4)

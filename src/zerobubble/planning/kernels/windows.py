@@ -81,8 +81,10 @@ def narrow(passes: Passes, windows: Windows, span: int, rounds: int) -> bool:
 
 @compiled
 def _narrow_by_chains(passes: Passes, windows: Windows, span: int) -> bool:
-    """Narrows windows along `waits` and, if there is a `span`, between each rank's first pass and its last W's. Returns False if a window
-    is empty."""
+    """Narrows windows along `waits` and, if there is a `span`, between each rank's first pass and its last W's.
+
+    Returns False if a window is empty.
+    """
     earliest, latest, time = windows.earliest, windows.latest, passes.time
     if span >= 0:
         for q in range(len(passes.spans)):
@@ -236,8 +238,10 @@ def _start_after_sets(count: int, heads: Ints, ends: Ints, time: Ints, starts: I
 
 @compiled
 def _narrow_by_memory(passes: Passes, windows: Windows, rank: int) -> bool:
-    """Narrows windows so that passes of a rank wait for free memory, or precede the passes that fill it. Returns False if a pass never
-    fits."""
+    """Narrows windows so that passes of a rank wait for free memory, or precede the passes that fill it.
+
+    Returns False if a pass never fits.
+    """
     start, stop, limit, spare = passes.first[rank], passes.first[rank + 1], passes.limit[rank], passes.spare[rank]
     some = passes.microbatches[passes.first_microbatch[rank] : passes.first_microbatch[rank + 1]]
     together, saved = 0, 0

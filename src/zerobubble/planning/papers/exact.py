@@ -32,8 +32,9 @@ class Exact(NamedTuple):
 
 
 def exact(problem: Problem, seconds: float = 60.0, workers: int = 1, hint: Schedule | None = None) -> Exact:
-    """Solves `problem` by CP-SAT in `seconds` of wall time on `workers` threads. The result is never longer than `hint`, and has a proven
-    bound.
+    """Solves `problem` by CP-SAT in `seconds` of wall time on `workers` threads.
+
+    The result is never longer than `hint`, and has a proven bound.
 
     For small problems: up to about 4 ranks and 8 microbatches a proof takes seconds. Raises `InputError` if the limits hold no microbatch,
     if overlapped passes hide time, if `hint` is for another problem, and if OR-Tools is missing.
@@ -180,8 +181,10 @@ class _Program:
         self.model.add_no_overlap(intervals)
 
     def _limit_memory(self, rank: int) -> None:
-        """Activations of F are held until B ends, and those that B leaves until W ends. The common part is a single interval, which proves
-        more."""
+        """Activations of F are held until B ends, and those that B leaves until W ends.
+
+        The common part is a single interval, which proves more.
+        """
         held = [stretch for _, stage in self.problem.placement.stages(rank) for stretch in self._stretches(stage)]
         if held:
             scale = gcd(*(bytes_ for bytes_, _ in held))

@@ -215,8 +215,9 @@ class Problem(Displayed):
 
     @property
     def without_savings(self) -> Problem:
-        """A problem with passes one at a time, shortened so that every schedule takes at most its time here. So its bounds hold here, too.
-        If there are several such problems, returns the one with the strongest bound.
+        """A problem with passes one at a time, shortened so that every schedule takes at most its time here.
+
+        So its bounds hold here, too. If there are several such problems, returns the one with the strongest bound.
         """
         if not saves_time(self.costs):
             return self

@@ -40,8 +40,10 @@ _DRAFT_NAME = re.compile(r"(?P<name>.+)\.(?P<kind>writing|written|before)-(?=[0-
 
 
 def resolve_path(path: Any, what: str = "path") -> Path:
-    """Returns the absolute path of `path`, with links resolved. If it is not a path, raises `InputError`, with `what` as the name of the
-    argument."""
+    """Returns the absolute path of `path`, with links resolved.
+
+    If it is not a path, raises `InputError`, with `what` as the name of the argument.
+    """
     require(what, path, instance(str, os.PathLike))
     text = os.fsdecode(path)
     if not text:

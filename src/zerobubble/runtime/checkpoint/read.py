@@ -173,8 +173,10 @@ class CheckpointLoader:
         return found
 
     def _restores_exactly(self, saved: Saved) -> bool:
-        """Whether the ranks divide the model in the same way as when it was saved. If so, each restores its own random numbers and states
-        of hooks."""
+        """Whether the ranks divide the model in the same way as when it was saved.
+
+        If so, each restores its own random numbers and states of hooks.
+        """
         trained = self._trained
         return bool(saved.rest["num_ranks"] == trained.num_ranks and saved.rest["layout"] == trained.layout())
 

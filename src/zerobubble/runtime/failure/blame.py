@@ -69,8 +69,10 @@ def process_end_report(ended: Sequence[int], witness: int, status: RankStatus, k
 
 
 def store_host_end_report(rank: int, kills: int) -> FailureReport:
-    """Like `process_end_report`, for the rank that hosted the store. Every rank makes the same text, because ranks cannot share a report
-    without the store."""
+    """Like `process_end_report`, for the rank that hosted the store.
+
+    Every rank makes the same text, because ranks cannot share a report without the store.
+    """
     ended = f"its process ended, and with it the torch.distributed store{_for_memory(kills)}"
     return FailureReport(rank, "", f"rank {rank} is gone: {ended}; see the log there")
 

@@ -72,8 +72,9 @@ class StallMonitor:
 
 
 class StoreThread:
-    """Calls `store` for its rank. Between calls, it runs `poll(store)` every `poll_s` seconds until it returns True. At its end, it runs
-    `leave(store)`.
+    """Calls `store` for its rank.
+
+    Between calls, it runs `poll(store)` every `poll_s` seconds until it returns True. At its end, it runs `leave(store)`.
 
     Its waits feed `stalls`. `join_timeout_s` bounds how long the end of the pipeline waits for the thread.
 

@@ -1,7 +1,8 @@
-"""Keeps the reports of steps: in a run folder, in TensorBoard and in Weights & Biases. A thread does all of this, so that a slow disk or
-network delays no step. It wakes once a second, because Python runs one thread at a time: woken by each step, it would delay the passes of
-the next. If it falls behind by `MOST_WAITING` steps, steps are left out, and the next line of the log has their number. A write that fails
-is logged once, and counts as left out.
+"""Keeps the reports of steps: in a run folder, in TensorBoard and in Weights & Biases.
+
+A thread does all of this, so that a slow disk or network delays no step. It wakes once a second, because Python runs one thread at a time:
+woken by each step, it would delay the passes of the next. If it falls behind by `MOST_WAITING` steps, steps are left out, and the next line
+of the log has their number. A write that fails is logged once, and counts as left out.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ cache folder."""
 
 
 def loaded(name: str, key: str, made: Callable[[], tuple[str, str]]) -> tuple[int, str]:
-    """Returns the address of function `name`, and a line that is cached with it. `made` returns the LLVM text of its module and this line;
-    it is called if the cache has no entry `key`.
+    """Returns the address of function `name`, and a line that is cached with it.
+
+    `made` returns the LLVM text of its module and this line; it is called if the cache has no entry `key`.
     """
     kept = _kept(key)
     if kept is None:

@@ -94,7 +94,8 @@ def _targets_of_b(of_inputs: Sequence[fx.Node | None], nodes: Sequence[fx.Node],
 
 def _after_last_product(nodes: Sequence[fx.Node], weight_only: Collection[str]) -> set[fx.Node]:
     """Returns the nodes with no product after them: only views, sums, pointwise operations and products with weights lie between them and
-    the results."""
+    the results.
+    """
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         if all(_leads_to_results(node, user, found, weight_only) for user in node.users):
