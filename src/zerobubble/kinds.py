@@ -127,7 +127,7 @@ class Collective(Enum):
 
     @property
     def value_kind(self) -> ValueKind:
-        """The value kind that each giving pass makes for all gathering passes."""
+        """The kind of value that each sending pass contributes, and that all gathering passes receive."""
         return _GIVEN[self]
 
 

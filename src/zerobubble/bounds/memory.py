@@ -70,8 +70,8 @@ class BackwardState(NamedTuple):
 def backward_states(load: RankLoad) -> list[BackwardState]:
     """Every state that a microbatch may be in.
 
-    From any of its B on, its passes have run one after the other. W of a stage is done or pending; beyond `MAX_CHOICES` stages it counts
-    neither time nor bytes, which keeps the number of states small.
+    After each of its B, its further passes have run one after another. W of a stage is done or pending; beyond `MAX_CHOICES` stages it
+    counts neither time nor bytes, which keeps the number of states small.
     """
     states, stages = [BackwardState(load.num_stages, load.held[-1], ())], load.num_stages
     for left in range(stages):

@@ -129,7 +129,10 @@ def recompute_times(placement: Placement, groups: Sequence[MicrobatchGroup]) -> 
 
 
 class Savings(NamedTuple):
-    """The most that the R's of a rank can save: the number of forwards with each set of options (ns and bytes), and the most bytes at once."""
+    """The most that the R's of a rank can save.
+
+    `forwards` has the number of forwards with each set of options (ns and bytes), and `most` the most bytes saved at once.
+    """
 
     forwards: tuple[tuple[int, Options], ...]
     most: int

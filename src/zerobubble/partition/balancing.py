@@ -31,9 +31,9 @@ _COVERED = "the search covered every cut"
 class LayerCut(Displayed):
     """A cut of `layers` on `placement`, with a lower bound.
 
-    `bound` is a lower bound on the ns of F, B and W of a microbatch on the slowest rank over all cuts, and `reason` explains it. `speeds`
-    are those of the ranks, as in `cut_layers`; an even share is then proportional to the speed. `links` are the speeds of links, as in
-    `zb.plan`. Raises `InputError` for invalid speeds.
+    `bound` is a lower bound, for all cuts, on the time of the slowest rank: the ns of its F, B and W per microbatch. `reason` explains it.
+    `speeds` has the speeds of the ranks, as in `cut_layers`; an even share is then proportional to the speed. `links` has the speeds of
+    links, as in `zb.plan`. Raises `InputError` for invalid speeds.
 
     >>> import zerobubble as zb
     >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 7 + [zb.partition.Layer(2 * 10**6, 2 * 10**6, 2 * 10**6, 0, 0)]

@@ -84,7 +84,7 @@ class Budget(NamedTuple):
         return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
 
     def lasts_for_seeds(self, passes: int) -> bool:
-        """Whether half of the budget suffices to make schedules with this total number of passes; always true if the clock must not decide."""
+        """Whether half of the budget suffices to make schedules with this many passes; always true if the clock must not decide."""
         return self.evaluations is not None or self.is_empty or FIRST_SECONDS * passes <= self.seconds / 2
 
     def lasts_for_check(self, problem: Problem) -> bool:

@@ -124,8 +124,8 @@ class Pipeline:
     Hooks and measurements:
         hooks: `StepHook`s, called in every training step in this order: `zb.hooks.Telemetry`, your own.
         on_loss: `on_loss(microbatch, loss)` is called with each loss where it is computed, without waiting for other ranks.
-        pace: `Costs` to whose times every training pass is stretched, which shows the effect of a schedule if ranks share cores.
-        link: The `zb.offload.HostLink` to whose times offload copies are stretched, on CPUs, where host and device share the memory.
+        pace: `Costs` whose times every training pass is stretched to. This shows the effect of a schedule if ranks share cores.
+        link: The `zb.offload.HostLink` whose times offload copies are stretched to, on CPUs, where host and device share memory.
 
     Copies of a stage, on the routes of a bidirectional schedule, start equal, and `step` leaves the sum of their gradients in each.
 
@@ -259,7 +259,7 @@ class Pipeline:
         return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
 
     def order_ahead(self, inputs: list[Any]) -> None:
-        """Orders the microbatches of a later `step` and plans passes for them, on a thread that runs until then; see `played`.
+        """Orders the microbatches of a later `step` and plans their passes in a thread that runs until that step; see `played`.
 
         Only the rank of the first stage needs to call it. A step with other microbatches orders them itself and plays the passes of
         `schedule`. Raises `InputError` for costs that are not numbers above 0, for anything but a list of microbatches, and without
@@ -290,10 +290,7 @@ class Pipeline:
 
     @property
     def played(self) -> Schedule | None:
-        """The schedule that the last `step` ran, with the order and passes from `order_by`.
-
-        It is the same on every rank, and None before the first step.
-        """
+        """The schedule of the last `step`, with the order and passes from `order_by`, on every rank; None before the first step."""
         return self._steps.played
 
     @property

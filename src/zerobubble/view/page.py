@@ -44,7 +44,7 @@ LAYOUT_SOURCE = "laid out"
 """The source of a timeline that was read from a building block, not simulated. Its passes may begin later than they could."""
 
 AVOIDABLE_IDLE = {"color": "#c2a878", "text": "idle though the next pass could run"}
-"""The legend of avoidable idle time in a timeline that was laid out."""
+"""The legend of avoidable idle time in a timeline from `LAYOUT_SOURCE`."""
 
 
 COPY_WAIT = {"color": "#4f9d86", "text": "waiting for a copy to the host or back"}

@@ -199,7 +199,7 @@ class SearchState:
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")
 
     def _begin_moves(self, rows: Rows) -> tuple[float, MoveScratch, int, float]:
-        """Returns the start values for annealing played rows: the weight of the sum of times in their cost, scratch buffers, time and cost."""
+        """Returns the start values for annealing played rows: the weight of the sum of times in their cost, buffers, time and cost."""
         scratch, share_of_sum, times = move_scratch(self.tables, rows), 1 / len(self.tables.ranks), self._times_of_ranks(rows)
         scratch.makespan[0] = makespan_of(self.tables, rows.end)
         return share_of_sum, scratch, int(times.max()), float(times.max() + share_of_sum * times.sum())

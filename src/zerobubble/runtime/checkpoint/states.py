@@ -69,7 +69,7 @@ class OptimizerState:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def undo(self) -> None:
-        """See `Change`. The optimizers of torch have created new containers, with the same tensors if they fit."""
+        """See `Change`. torch's optimizers load into new containers, so restoring the previous ones suffices."""
         self._optimizer.__setstate__(self._before)
 
 
