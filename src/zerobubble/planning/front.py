@@ -82,9 +82,10 @@ def plan(
     together.
 
     Arguments:
-        work: what ranks do (`Workload`), what stages cost (`Costs`), for example measured by `Pipeline.profile`, or the costs of a model's
-        layers, a sequence of `zb.partition.Layer` such as `zb.split(model).layers()`. num_microbatches: slices of each batch. memory:
-        memory of each rank for activations: a number of microbatches of all its stages, bytes with a unit, such as "40GB", or
+        work: the work of ranks (`Workload`), the costs of stages (`Costs`), for example measured by `Pipeline.profile`, or the costs of a
+            model's layers, a sequence of `zb.partition.Layer` such as `zb.split(model).layers()`.
+        num_microbatches: slices of each batch.
+        memory: memory of each rank for activations: a number of microbatches of all its stages, bytes with a unit, such as "40GB", or
             `Limits` with the bytes of each rank; None for as much as it takes. For layers it includes their parameters: in microbatches,
             those of an equal share of the layers.
         placements: names of families such as "vee" or ["linear", "looped-2"], placements, or placements by names of your own; "any", all

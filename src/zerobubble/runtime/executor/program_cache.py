@@ -103,9 +103,11 @@ class ProgramCache:
 
     Every rank chooses the same numbers in the same order, so all ranks keep the same programs.
 
-    Args: given: The schedule that the user requested; it makes schedules for other numbers of microbatches. listener: Is called in training
-        before each step of the row, and when gradients are complete. gathered_bytes: The memory for gathered weights of sharded stages.
-        offloads: Are for one schedule; no other schedule can train with them.
+    Args:
+        given: The schedule that the user requested; it makes schedules for other numbers of microbatches.
+        listener: Is called in training before each step of the row, and when gradients are complete.
+        gathered_bytes: The memory for gathered weights of sharded stages.
+        offloads: The offloads of one schedule; no other schedule can train with them.
     """
 
     def __init__(
