@@ -156,7 +156,7 @@ class Costs(Displayed):
         the first one is compared, as copies of a stage are equal.
         """
         if placement.num_stages != self.num_stages:
-            message = "{what} has {got} stages, but the costs describe {expected}"
+            message = "{what} has {got} stages, but the costs describe {expected}: use costs of {got} stages, or a schedule with {expected}"
             raise InputError(message, what=what, got=placement.num_stages, expected=self.num_stages)
         measured = placement if self.placement is None else self.placement
         for stage, (rank, other) in enumerate(zip(placement.routes[0], measured.routes[0], strict=True)):

@@ -38,6 +38,7 @@ from zerobubble.models.stages.torch_pipe import PIPE, PipeStages
 from zerobubble.partition import Layer, LayerCut, cut_layers
 from zerobubble.planning import Plan
 from zerobubble.runtime.failure.error_text import describe
+from zerobubble.runtime.failure.user_code import cause_in_user_code
 from zerobubble.runtime.stage.whole_model import ModelFacts
 from zerobubble.units import NS_PER_MS, as_bytes
 
@@ -168,7 +169,7 @@ class ModelSplit:
                 model=type(self._model).__name__,
                 reason=describe(error),
                 remedy="give zb.split(model, example=...) a batch that the model accepts, as in step",
-            ) from error
+            ) from cause_in_user_code(error)
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
         """Returns the module of `stage`; raises `InputError` if the model cannot be cut into `num_stages`."""

@@ -43,6 +43,16 @@ def begin_at_user_code(error: BaseException) -> None:
         BaseException.with_traceback(error, first)  # a class of the user's may replace the method
 
 
+def cause_in_user_code(error: BaseException) -> BaseException | None:
+    """Returns `error` as the cause of another one, which quotes it: from the first frame of the user's code, without errors before it.
+
+    Returns None if it has no frame of the user's code.
+    """
+    error.__context__ = None
+    begin_at_user_code(error)
+    return error if user_place(error) else None
+
+
 def warn_user(message: str) -> None:
     """Warns at the line of the user's code that the current call comes from; at the outermost line if all of it is installed."""
     frame = sys._getframe(1)
