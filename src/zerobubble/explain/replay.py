@@ -103,7 +103,7 @@ def _sums(graph: Graph, run: Timeline, end: Sequence[int]) -> RankSums:
 
 
 def waits_for_copies(exact: TimedOrder, run: Timeline) -> list[int]:
-    """Of the lag of each step of `run`, as `measured` gives it, what lies before the end of the last of its rank's copies that ended in it.
+    """For each step of `run`, the part of its `measured` lag before the end of the last copy of its rank that ended within the lag.
 
     A run does not record which step waited for which copy.
     """
@@ -154,7 +154,7 @@ def _spans(plan: TimedOrder, run: Timeline) -> tuple[list[int], list[int]]:
 
 
 def _taken(graph: Graph, run: Timeline) -> dict[int, int]:
-    """By its maker, when each message was taken, as far as the run's marks say."""
+    """The time when each message was taken, by its maker, if the run's marks have it."""
     number_of = {op: number for number, op in enumerate(graph.ops)}
     num_stages = 1 + max((op.stage for op in graph.ops), default=0)
     maker_of = {

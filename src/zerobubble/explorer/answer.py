@@ -317,7 +317,7 @@ def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator
 
 
 def _against(time: int, bound: int) -> str:
-    """How far a time is above its lower bound."""
+    """Describes the excess of a time over its lower bound."""
     if time == bound:
         return "optimal: equal to its lower bound"
     return f"{show_percent(time / bound - 1)} above its lower bound, {show_ms(bound)}"

@@ -37,7 +37,7 @@ MOST_BYTES = 2 * MOST_TEXT + 100_000
 MOST_REQUESTS = 16
 """Questions that are read and answered at a time."""
 MOST_WORKING = 2
-"""Answers that are made at a time: one of the largest takes 200 MB meanwhile."""
+"""The number of concurrent answers: one of the largest takes 200 MB while it is made."""
 
 Asked = TypeVar("Asked", Question, BlockQuestion)
 Endpoint = Callable[[Request], Awaitable[Response]]

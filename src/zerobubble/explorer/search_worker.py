@@ -1,4 +1,4 @@
-"""The process that searches for the explorer: one question on stdin, news of it on stdout, each a line of JSON.
+"""The process that searches for the explorer: it reads one question from stdin and writes its progress to stdout, as lines of JSON.
 
 `stop` on stdin ends the search with the best so far. The end of stdin, which is that of the server, ends the process.
 """

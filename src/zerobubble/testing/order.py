@@ -4,8 +4,8 @@ Each stream counts its operations. Its clock holds, for every stream, how many o
 (Lamport 1978; Mattern 1989). Waits join clocks. The host is a stream as well: what it enqueues comes after all that it has waited for.
 
 An access is ordered after another one if its stream's clock includes it. Two accesses of the same bytes, one of them a write, must be
-ordered. So must the reuse of freed memory and the accesses before it: the allocator gives it to the stream that allocated it at once,
-unless `keep_for` named the streams of these accesses.
+ordered. The same holds for accesses of freed memory and its reuse. The allocator returns freed memory to the stream that allocated it at
+once, unless `keep_for` named the streams of these accesses.
 """
 
 from __future__ import annotations

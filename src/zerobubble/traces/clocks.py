@@ -1,4 +1,4 @@
-"""How far the clocks of ranks are apart, by what cannot be: that a message is used before it was made."""
+"""Bounds the differences between the clocks of ranks: a message cannot be used before it is made."""
 
 from __future__ import annotations
 

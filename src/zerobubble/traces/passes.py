@@ -100,7 +100,7 @@ def _cell(name: str) -> Cell:
 
 
 def _cut(trace: RankTrace, actions: Sequence[Action]) -> Iterator[tuple[int | None, list[Action]]]:
-    """The actions of each training step: it ends with a step of the profiler, and if an action occurs a second time."""
+    """Yields the actions of each training step. A step ends with a step of the profiler, or when an action occurs a second time."""
     starts = [event.start for event in trace.steps]
     part: list[Action] = []
     before: int | None = None

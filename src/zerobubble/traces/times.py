@@ -46,7 +46,7 @@ class Times(Protocol):
         """When a message was on its way; None if the trace does not say."""
 
     def summed(self, action: Action) -> Interval | None:
-        """When gradients were summed over replicas; None where none were."""
+        """The times at which gradients were summed over replicas; None if there were no sums."""
 
     def notes(self) -> list[str]:
         """Notes for readers of these times."""

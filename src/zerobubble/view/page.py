@@ -183,7 +183,7 @@ def comparison_html(
 
 
 def _differences(times: Sequence[int]) -> list[str]:
-    """How much longer or shorter each time is than the first, in percent."""
+    """Returns the difference of each time from the first, in percent."""
     first, *others = times
     return ["–", *(f"{100 * (time / first - 1):+.2f} %".replace("-", "\N{MINUS SIGN}") if first else "–" for time in others)]
 

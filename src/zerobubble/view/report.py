@@ -123,7 +123,7 @@ class Report(Displayed):
 
 
 def _difference(a: float, b: float) -> float:
-    """How far two losses are apart: 0 when neither is a number, infinite when one is not."""
+    """Returns the difference of two losses: 0 if both are NaN, infinite if one is."""
     if isnan(a) or isnan(b):
         return 0.0 if isnan(a) and isnan(b) else inf
     return 0.0 if a == b else abs(a - b)

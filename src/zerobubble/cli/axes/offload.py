@@ -106,8 +106,9 @@ def _no_bytes(argument: str, remedy: str) -> InputError:
 def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
     """Adds the offloads of the schedule's plan, timed with any costs.
 
-    Real bytes are copied over the plan's link. If bytes stand for microbatches, ranks hold as many as in the plan, and copying one takes
-    as long. Raises `InputError` if only one of plan and costs has real bytes, and if a rank exceeds its memory with these costs.
+    Real bytes are copied over the plan's link. If bytes stand for microbatches, ranks hold as many microbatches as in the plan, and copying
+    a microbatch takes the same time. Raises `InputError` if only one of plan and costs has real bytes, and if a rank exceeds its memory
+    with these costs.
     """
     problem, plan = given.problem, given.plan
     if plan is None or problem is None or problem.host is None:

@@ -109,7 +109,7 @@ class PipelineRanks:
         return _all_gather_ddp_if_available(tensor, group=self._replicas_of(group), sync_grads=sync_grads)
 
     def _replicas_of(self, group: Any) -> Any:
-        """Returns the group to use for `group`: that of replicas for None and for the world."""
+        """Returns `group`, or the group of the replicas if `group` is None or the world."""
         return self.mesh.get_group("dp") if group is None or group is dist.group.WORLD else group
 
     def _whole_optimizer_state(self, state: dict[str, Any], optimizer: Optimizer, pipe: zb.Pipeline | None) -> dict[str, Any]:

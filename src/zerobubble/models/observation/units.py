@@ -31,8 +31,8 @@ class Units(NamedTuple):
 def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
     """Finds the units of `model`: it can be cut between the items of its outermost lists of blocks (`ModuleList`, `Sequential`).
 
-    Blocks in `opened`, by name, can also be cut between their own parts. Raises `InputError` for a module around units whose forward was
-    replaced on the instance, for hooks on the model itself or an opened block, and for an opened block that is checkpointed.
+    Blocks in `opened`, by name, can also be cut between their own parts. Raises `InputError` if a module around units has a `forward` that
+    was replaced on the instance, if the model itself or an opened block has hooks, or if an opened block is checkpointed.
     """
     around = frozenset({"", *_opened("", model, _on_the_way("", model))})
     block_of: dict[str, str] = {}

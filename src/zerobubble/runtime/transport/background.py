@@ -1,4 +1,4 @@
-"""Runs blocking calls in a thread that can be detached, so that the caller can react to failures meanwhile."""
+"""Runs blocking calls in a thread that can be detached, so that the caller can react to failures while they run."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Summing(Work, Protocol):
 
 
 class Sums(Protocol):
-    """This rank's part in sums over some ranks, made one after another while it computes."""
+    """This rank's part in sums over some ranks. They run one after another while the rank computes."""
 
     def start(self, gather: Callable[[], Tensor], scatter: Callable[[Tensor], None]) -> Summing:
         """Starts a sum of `gather()`, a contiguous one-dimensional tensor of the same size on all ranks; `scatter` gets the result.

@@ -73,7 +73,7 @@ class GlooEndpoint(Endpoint):
         self._make("lines", self._for_tensors)
 
     def _make(self, name: str, backends: list[Any]) -> None:
-        """Makes a backend, which blocks until all ranks have connected. Raises `PeerGoneError` if this rank closes meanwhile."""
+        """Makes a backend, which blocks until all ranks have connected. Raises `PeerGoneError` if this rank closes in the meantime."""
         rank, size, store, *_ = self.group
         endable = EndableStore(dist.distributed_c10d.PrefixStore(name, store), self._over, self.timeout)
         self._stores.append(endable)
