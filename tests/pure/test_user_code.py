@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import zerobubble
-from zerobubble.runtime.failure.user_code import begin_at_user_code, cause_in_user_code, user_place, warn_user
+from zerobubble.runtime.failure.user_code import begin_at_user_code, keep_only_user_code, user_place, warn_user
 
 IN_PACKAGE = """
 def error_of(call):
@@ -59,8 +59,9 @@ def test_a_traceback_without_the_users_code_stays_whole() -> None:
 def test_a_cause_is_only_what_the_user_wrote() -> None:
     error, without = in_package()["error_of"](boom), in_package()["error_of"](None)
     error.__context__ = without
-    assert cause_in_user_code(without) is None
-    assert cause_in_user_code(error) is error
+    keep_only_user_code(without)
+    assert without.__traceback__ is None
+    keep_only_user_code(error)
     assert error.__context__ is None
     assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == ["boom", "between", "raise_it"]
 

@@ -38,7 +38,7 @@ from zerobubble.models.stages.torch_pipe import PIPE, PipeStages
 from zerobubble.partition import Layer, LayerCut, cut_layers
 from zerobubble.planning import Plan
 from zerobubble.runtime.failure.error_text import describe
-from zerobubble.runtime.failure.user_code import cause_in_user_code
+from zerobubble.runtime.failure.user_code import keep_only_user_code
 from zerobubble.runtime.stage.whole_model import ModelFacts
 from zerobubble.units import NS_PER_MS, as_bytes
 
@@ -164,12 +164,13 @@ class ModelSplit:
         except InputError:
             raise
         except Exception as error:
+            keep_only_user_code(error)
             raise InputError(
                 "{model} fails on the example, with its parts replaced by shape-only ones: {reason}",
                 model=type(self._model).__name__,
                 reason=describe(error),
                 remedy="give zb.split(model, example=...) a batch that the model accepts, as in step",
-            ) from cause_in_user_code(error)
+            ) from error
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
         """Returns the module of `stage`; raises `InputError` if the model cannot be cut into `num_stages`."""

@@ -43,14 +43,12 @@ def begin_at_user_code(error: BaseException) -> None:
         BaseException.with_traceback(error, first)  # a class of the user's may replace the method
 
 
-def cause_in_user_code(error: BaseException) -> BaseException | None:
-    """Returns `error` as the cause of another one, which quotes it: from the first frame of the user's code, without errors before it.
-
-    Returns None if it has no frame of the user's code.
-    """
+def keep_only_user_code(error: BaseException) -> None:
+    """Drops the errors before `error`, and its traceback before the first frame of the user's code; all of it if it has none."""
     error.__context__ = None
     begin_at_user_code(error)
-    return error if user_place(error) else None
+    if not user_place(error):
+        error.__traceback__ = None
 
 
 def warn_user(message: str) -> None:
