@@ -84,7 +84,7 @@ def parse_step(text: str) -> Step:
 
 
 @takes()
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Placement(Displayed):
     """Mapping of stages to ranks.
 
@@ -148,11 +148,19 @@ class Placement(Displayed):
     @property
     def stages_per_rank(self) -> int:
         """The largest number of stages on a rank, counting copies on different routes separately."""
-        return max(len(self.stages(rank)) for rank in range(self.num_ranks))
+        return max(map(len, self._stages))
 
     def stages(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the (route, stage) pairs on `rank`."""
-        return tuple((k, s) for k, route in enumerate(self.routes) for s, r in enumerate(route) if r == rank)
+        return self._stages[rank] if 0 <= rank < self.num_ranks else ()
+
+    @cached_property
+    def _stages(self) -> list[tuple[tuple[int, int], ...]]:
+        """Per rank, its (route, stage) pairs."""
+        pairs: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
+        for k, stage, rank in ((k, stage, rank) for k, route in enumerate(self.routes) for stage, rank in enumerate(route)):
+            pairs[rank].append((k, stage))
+        return list(map(tuple, pairs))
 
     @classmethod
     @takes(num_ranks=WHOLE)
@@ -463,9 +471,8 @@ class Schedule(WithHeader):
         """Read the JSON form; raises `ParseError` if a part is missing, malformed or does not match the others."""
         with reading("schedule", data):
             routes = tuple(tuple(map(whole, route)) for route in data["placement"]["routes"])
-            rows = tuple(tuple(map(parse_step, row)) for row in data["rows"])
+            rows, taken = tuple(tuple(map(parse_step, row)) for row in data["rows"]), tuple(map(whole, data.get("microbatch_routes", ())))
             placement = Placement(str(data["placement"]["name"]), len(rows), routes)
-            taken = tuple(map(whole, data.get("microbatch_routes", ())))
             return cls.of_steps(str(data["name"]), placement, whole(data["microbatches"]), rows, taken)
 
 

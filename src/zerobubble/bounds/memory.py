@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product, zip_longest
 from math import ceil
 from typing import NamedTuple
@@ -67,7 +68,8 @@ class BackwardState(NamedTuple):
         return max((starts[visit] + passed for visit, passed in self.passes), default=0)
 
 
-def backward_states(load: RankLoad) -> list[BackwardState]:
+@lru_cache(maxsize=64)  # the ranks of a pipeline often have equal loads
+def backward_states(load: RankLoad) -> tuple[BackwardState, ...]:
     """Every state that a microbatch may be in.
 
     After each of its B, its further passes have run one after another. W of a stage is done or pending; beyond `MAX_CHOICES` stages it
@@ -82,7 +84,7 @@ def backward_states(load: RankLoad) -> list[BackwardState]:
                 passed += load.backward[n] + load.weight[n] * (keep == 0)
                 passes.append((2 * stages - 1 - n, passed))
             states.append(BackwardState(left, held, tuple(passes)))
-    return states
+    return tuple(states)
 
 
 def _waits(load: RankLoad, starts: Sequence[int], visit: int, most: int) -> list[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Kind
 from zerobubble.planning.lengthening import extend_by_pattern
+from zerobubble.planning.placements import family
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.transforms import fits_memory, fused_variants, split_in_memory, with_recompute_passes
 from zerobubble.schedules import SCHEDULES, Recipe
@@ -88,7 +89,7 @@ def _recipes(placement: Placement, num_microbatches: int) -> Iterator[Recipe]:
     """Yields the recipes that place their stages as `placement` does."""
     ranks, stages = placement.num_ranks, placement.stages_per_rank
     for recipe in SCHEDULES.values():
-        if recipe.trains and recipe.allows(ranks, num_microbatches, stages) and _routes(recipe, ranks, stages) == placement.routes:
+        if recipe.trains and recipe.allows(ranks, num_microbatches, stages) and _places_like(recipe, placement):
             yield recipe
 
 
@@ -126,10 +127,28 @@ def fit_to_memory(schedules: Iterable[Schedule], problem: Problem) -> Iterator[S
 
 
 @lru_cache
-def _routes(recipe: Recipe, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Returns where a recipe places its stages: those of its smallest schedule, since the number of microbatches does not matter."""
-    fewest = next(microbatches for microbatches in count(1) if recipe.allows(ranks, microbatches, stages))
-    return recipe.build(ranks, fewest, stages).placement.routes
+def _places_like(recipe: Recipe, placement: Placement) -> bool:
+    """Returns whether a recipe places its stages as `placement` does: in its smallest schedule, if possible on few ranks of that family."""
+    small, stages = _on_few_ranks(placement), placement.stages_per_rank
+    for where, most in ((small, 4 * small.num_ranks), (placement, None)):
+        tried = count(1) if most is None else range(1, most + 1)
+        fewest = next((microbatches for microbatches in tried if recipe.allows(where.num_ranks, microbatches, stages)), None)
+        if fewest is not None:
+            return recipe.build(where.num_ranks, fewest, stages).placement.routes == where.routes
+    raise AssertionError(f"{recipe.name} allows no number of microbatches")
+
+
+MANY_RANKS = 32
+"""Number of ranks from which building a schedule takes long enough to ask about a smaller one."""
+
+
+def _on_few_ranks(placement: Placement) -> Placement:
+    """Returns the family of a placement on few ranks, as even or odd in number; the placement itself if it has few ranks or no family."""
+    ranks, stages = placement.num_ranks, placement.stages_per_rank
+    if ranks <= MANY_RANKS:
+        return placement
+    names = ("linear", "vee", f"looped-{stages}", f"wave-{stages}")
+    return next((family(name, MANY_RANKS + ranks % 2) for name in names if family(name, ranks).routes == placement.routes), placement)
 
 
 def serial_schedule(placement: Placement, num_microbatches: int) -> Schedule:
