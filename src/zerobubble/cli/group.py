@@ -37,8 +37,11 @@ class OneSentenceGroup(click.Group):
             return _print_error(_no_such_option(error))
         except click.BadParameter as error:
             return _print_error(_wrong_value(error))
+        except click.BadOptionUsage as error:
+            lack = "takes no value" if "not take" in error.message else "needs a value"
+            return _print_error(f"{error.option_name} {lack}: see --help")
         except click.ClickException as error:
-            return _print_error(error.format_message())
+            return _print_error(_without_count(error.format_message()))
         except (ScheduleError, ProgramError) as error:
             return _print_error(_first_fault(error))
         except ZeroBubbleError as error:
@@ -108,6 +111,12 @@ def _no_such_option(error: click.NoSuchOption) -> str:
     return f"there is no option {error.option_name}: {f'did you mean {found}?' if found else 'see --help'}"
 
 
+def _without_count(message: str) -> str:
+    """Returns what click says about arguments too many in the form of the other errors."""
+    _, found, extra = message.partition(_EXTRA)
+    return f"too many arguments: {extra.partition('(')[2].removesuffix(')')} is left over" if found else message
+
+
 def _wrong_value(error: click.BadParameter) -> str:
     """Returns the message in the form of the other errors: the option or argument first, then what is wrong with it."""
     if error.param is None or error.ctx is None:
@@ -124,6 +133,7 @@ def _an_example(context: click.Context) -> str:
     return f"for example, {example}" if example else "see --help"
 
 
+_EXTRA = "Got unexpected extra argument"
 _NOT_A = {
     f"is not a valid {kind}{suffix}": f"is not a {words}"
     for kind, words in (("integer", "whole number"), ("float", "number"))

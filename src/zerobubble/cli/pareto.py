@@ -86,7 +86,7 @@ def pareto_command(work: WorkOptions, search: SearchOptions, memories: Range | N
         front = pareto(question.work, question.microbatches, limits, placements=question.tried, **arguments)
     last = front.points[-1].plan
     if last.order is None:
-        raise InputError("no schedule fits at any of the limits: {reason}", reason=last.reason)
+        raise InputError("no schedule fits at any of the limits: {reason}", reason=last.reason, remedy="give a larger --memory")
     title = f"Bubble and memory: {counted(p, 'rank')}, {counted(question.microbatches, 'microbatch')}"
     for file, text in ((pictures.svg, front_svg), (pictures.html, front_html)):
         if file is not None:

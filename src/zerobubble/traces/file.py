@@ -119,7 +119,8 @@ def _parsed(file: str, text: str) -> Any:
             cut = "the program that wrote it was stopped, or the file was copied in part; record a new trace"
             raise ParseError("{file} ends in the middle, at line {line}: {cut}", file=str(file), line=error.lineno, cut=cut) from None
         message = "{file}, line {line}: not JSON: {fault} at column {column}"
-        raise ParseError(message, file=str(file), line=error.lineno, fault=error.msg, column=error.colno) from None
+        remedy = "give traces that torch.profiler exported, one per rank"
+        raise ParseError(message, file=str(file), line=error.lineno, fault=error.msg, column=error.colno, remedy=remedy) from None
     except (RecursionError, ValueError) as error:
         raise ParseError("{file} is not JSON that can be read: {reason}", file=str(file), reason=str(error)) from None
 

@@ -101,7 +101,8 @@ class ShapeOnlyUnit:
         tried: list[_Made] = []
         try:
             return self._first_that_runs(key, given, tried)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as error:
+            error.__context__ = None  # attempts before it, which failed the same way
             refuse_left_in_arguments(self.name, [tensor for made in tried for tensor in made.living()], *given.given)
             raise
 
