@@ -122,8 +122,8 @@ def _figures(state: dict[str, Any]) -> dict[str, tuple[str, str]]:
     if drifting:
         worst = max(drifting, key=lambda row: row["drift"])
         than = "planned" if plan else "in the first steps"
-        pace = f"{100 * abs(worst['drift']):.1f} % {'slower' if worst['drift'] > 0 else 'faster'}"
-        slowest = pace, f"{worst['passes']} on rank {worst['rank']}, than {than}"
+        where = f"{worst['passes']} on rank {worst['rank']}, than {than}"
+        slowest = (f"{show_percent(worst['drift'])} slower", where) if worst["drift"] > 0 else ("none", f"slower than {than}")
     return {
         "Step": ("–" if seconds is None else _ms(seconds), f"plan {_ms(plan['step_seconds'])}" if plan else "median of the last steps"),
         "Bubble": ("–" if bubble is None else show_percent(bubble), idle),
