@@ -88,7 +88,6 @@ def test_many_lengths_are_compiled_for_the_first_and_for_all_others(compiled: Co
     assert stage.splitter.report().notes == ()
 
 
-@pytest.mark.long
 def test_compiled_code_serves_inputs_at_any_storage_offset(compiled: Compiled) -> None:
     """Received tensors are contiguous in one buffer, so their offsets change with their lengths."""
     module = nn.Sequential(Block(WIDTH)).double()
@@ -118,7 +117,6 @@ def test_a_length_of_one_has_code_of_its_own(compiled: Compiled) -> None:
     assert compiled.general == [False] * 2 * PARTS + [True] * PARTS
 
 
-@pytest.mark.long
 def test_without_symbols_each_shape_is_compiled_up_to_a_limit(compiled: Compiled) -> None:
     module = nn.Linear(4, 4).double()
     oracle, stage = deepcopy(module), make_stage("compiled", module, 1)

@@ -85,6 +85,107 @@ def static_memory(warm_up: int) -> Iterator[None]:
         yield
 
 
+class OfOneMicrobatch:
+    """A part that is called once per microbatch, and how often it was captured."""
+
+    def __init__(self, num_returned: int = 1) -> None:
+        self.weight = torch.full((3,), 2.0)
+        self.slots = capture.Slots()
+        self.captured = 0
+        self.part = capture.CapturedPart(self.run, self.slots, num_returned, lambda: [self.weight])
+
+    def run(self, tensors: list[Any]) -> list[Any]:
+        x, weight, number = tensors
+        tensors.clear()
+        return [x * weight + number, None, x - number]
+
+    def __call__(self, x: Tensor, number: int = 1) -> Sequence[Any]:
+        def counting(*args: Any) -> Any:
+            self.captured += 1
+            return record(*args)
+
+        self.slots.enter(0)
+        try:
+            with mock.patch.object(capture, "record", counting):
+                return self.part([x, self.weight, number])
+        finally:
+            self.slots.leave(0)
+
+
+def test_a_part_is_captured_after_two_eager_calls_and_when_its_inputs_change() -> None:
+    part = OfOneMicrobatch()
+    captured = []
+    plain, turned = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).t()
+    for x, number, is_replaced in [
+        *((plain + step, 1, False) for step in range(4)),
+        (plain, 2, False),
+        (plain[:1], 2, False),
+        (turned, 2, False),
+        (turned, 2, False),
+        (turned, 2, True),
+    ]:
+        if is_replaced:
+            part.weight = torch.full((3,), 5.0)
+        y, nothing, z = part(x, number)
+        assert torch.equal(y, x * part.weight + number)
+        assert nothing is None
+        assert torch.equal(z, x - number)
+        captured.append(part.captured)
+    assert captured == [0, 0, 1, 1, 2, 3, 4, 4, 5]
+
+
+def test_results_that_leave_a_stage_are_copies_and_others_stay_in_static_memory() -> None:
+    part = OfOneMicrobatch()
+    results = [part(torch.full((1, 3), float(step))) for step in range(4)]
+    places = [[tensor.data_ptr() for tensor in (y, z)] for y, _, z in results]
+    assert torch.equal(results[2][0], torch.full((1, 3), 5.0))
+    assert places[2][0] != places[3][0]
+    assert places[2][1] == places[3][1]
+    slot = part.slots._free[0]
+    assert slot.storages() >= {results[2][2].untyped_storage().data_ptr(), part.weight.untyped_storage().data_ptr()}
+    assert results[2][0].untyped_storage().data_ptr() not in slot.storages()
+
+
+def test_a_microbatch_that_ran_eagerly_is_not_replayed_halfway() -> None:
+    part = OfOneMicrobatch()
+    part.slots.enter(7)
+    for _ in range(4):
+        part.part([torch.ones(1, 3), part.weight, 1])
+    assert not part.slots.now.is_complete
+    given = [torch.ones(1, 3), part.weight, 1]
+    assert part.part.in_static_memory(given) is given
+    part.slots.clear()
+    part.slots.enter(8)
+    with mock.patch.object(capture, "record", record):
+        moved = part.part.in_static_memory(given)
+    assert moved[0] is not given[0]
+    assert moved[1:] == given[1:]
+    assert torch.equal(moved[0], given[0])
+
+
+def test_expanded_dimensions_are_copied_once() -> None:
+    static = torch.zeros(1, 2).expand(3, 2)
+    capture.copy_into(static, torch.tensor([[1.0, 2.0]]).expand(3, 2))
+    assert static.tolist() == [[1.0, 2.0]] * 3
+    assert static.stride() == (0, 1)
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    def capturing(run: Callable[[list[Any]], Any]) -> None:
+        with mock.patch.object(capture, "_WARM_UP", 0), mock.patch.object(capture, "record", run):
+            slots = capture.Slots()
+            slots.enter(0)
+            capture.CapturedPart(lambda tensors: tensors, slots, 1, tuple)([torch.ones(2)])
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("cublas\nelsewhere")
+
+    with raises(zb.InputError, "cublas", "captured"):
+        capturing(failing)
+    with raises(zb.InputError, "sparse", "captured"):
+        capturing(lambda *_: (None, lambda: None, [torch.ones(2), torch.eye(2).to_sparse()]))
+
+
 class Replayed(Ours):
     def __init__(self, module: nn.Module, inputs: list[Tensors]) -> None:
         super().__init__(module, inputs)

@@ -81,10 +81,12 @@ class _CheckpointRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(pack.__module__ != "torch.utils.checkpoint" for pack, _ in checkpoints):
             raise InputError("its hooks on saved tensors, as offloading sets them, have no effect in a graph")
         mode = get_proxy_mode()
-        num_before = 0 if mode is None else len(mode.tracer.graph.nodes)
+        if mode is None:
+            return func(*args, **(kwargs or {}))
+        nodes = mode.tracer.graph.nodes
+        num_before = len(nodes)
         result = func(*args, **(kwargs or {}))
-        if mode is not None:
-            self._record(mode.tracer.graph.nodes, num_before, checkpoints[0])
+        self._record(nodes, num_before, checkpoints[0])
         return result
 
     def _record(self, nodes: Any, num_before: int, outermost: Checkpoint) -> None:
