@@ -396,6 +396,19 @@ def test_a_module_has_one_group_of_parameters_or_none_before_torch_2_12() -> Non
     assert shards._groups(SimpleNamespace(_fsdp_param_groups=(group, group))) == [group, group]
 
 
+def test_private_attributes_that_fsdp2_lacks_are_named() -> None:
+    group = SimpleNamespace(**dict.fromkeys(shards._GROUP_ATTRIBUTES))
+    state = SimpleNamespace(**dict.fromkeys(shards._STATE_ATTRIBUTES))
+    state._fsdp_param_groups = [group, group]
+    assert shards._unknown(state) == []
+    (lacking, *_) = shards._GROUP_ATTRIBUTES
+    delattr(group, lacking)
+    assert shards._unknown(state) == [f"FSDPParamGroup.{lacking}"] * 2
+    (missing, *_) = shards._STATE_ATTRIBUTES
+    delattr(state, missing)
+    assert shards._unknown(state) == [f"FSDPState.{missing}"]
+
+
 def names_by_part(group: dist.ProcessGroup) -> list[set[str]]:
     """Names of the parameters of each part of a stage, one of which is the stage and has layers before and after the other."""
     from torch.distributed.fsdp import fully_shard

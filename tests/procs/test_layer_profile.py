@@ -17,7 +17,7 @@ from tests.procs.measured import assert_least_within
 from tests.procs.ranks import Ranks
 from tests.procs.test_profile import UNIT_S, Doze
 from tests.refusals import states
-from zerobubble.runtime.stage.parts import Part, measure
+from zerobubble.runtime.stage.parts import Calls, Part, measure, recording_calls
 
 WIDTH, ROWS = 16, 8
 NAPS = (0, 0, 0, 0, 1, 5, 1, 3)
@@ -136,3 +136,40 @@ def test_a_frozen_part_takes_time_in_b_if_one_of_its_arguments_requires_a_gradie
     cost = measure(Part("sum", "", module, module), [((x, y), {})], torch.device("cpu"), 2)
     assert cost.backward > 0
     assert cost.weight == 0
+
+
+def test_calls_of_the_first_forward_are_recorded_in_their_order() -> None:
+    stage = Layers()
+    first, second = stage.layers[1], stage.layers[0]
+    parts = [Part("first", "", first, first), Part("second", "", second, second)]
+    calls: Calls = {}
+    x = torch.ones(ROWS, WIDTH)
+    with recording_calls(stage, parts, calls):
+        stage(x)
+        stage(2 * x)
+    stage(x)
+    assert list(calls) == ["second", "first"]
+    ((args, kwargs),) = calls["second"]
+    assert torch.equal(args[0], x)
+    assert kwargs == {}
+    assert len(calls["first"]) == 1
+
+
+def test_costs_of_a_part_are_those_of_all_its_calls() -> None:
+    """Bytes are counted once per call: the input that W needs, and the output of tanh that B needs."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    part, size = Part("part", "", module, module), ROWS * WIDTH * 4
+    once = measure(part, [((x,), {})], torch.device("cpu"), 2)
+    twice = measure(part, [((x,), {}), ((x,), {})], torch.device("cpu"), 2)
+    assert once.held_after_f == 2 * size
+    assert once.held_after_b == 2 * size
+    assert (twice.held_after_f, twice.held_after_b) == (2 * once.held_after_f, 2 * once.held_after_b)
+    assert min(once.forward, once.backward, once.weight) > 0
+
+
+def test_a_part_without_gradients_takes_time_in_f_alone() -> None:
+    module = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    cost = measure(Part("linear", "", module, module), [((torch.randn(ROWS, WIDTH),), {})], torch.device("cpu"), 2)
+    assert cost.forward > 0
+    assert (cost.backward, cost.weight, cost.held_after_f, cost.held_after_b) == (0, 0, 0, 0)

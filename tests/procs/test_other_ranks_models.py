@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs.ranks import Ranks
+from tests.refusals import states
 from tests.thinned import every
-from zerobubble.runtime.stage.whole_model import digest, warn_of_uncut_model
+from zerobubble.runtime.stage.whole_model import ModelFacts, differences, digest, kinds, uncut_model, warn_of_uncut_model
 
 WIDTH = 6
 PROMPT = 80.0
@@ -157,3 +158,63 @@ def test_a_digest_of_a_large_parameter_is_of_its_first_and_last_value_too() -> N
     values[0] = 1
     found = {digest(nn.Parameter(each)) for each in (values, values.flip(0), values * 0)}
     assert len(found) == 3
+
+
+def test_only_modules_of_several_layers_look_uncut() -> None:
+    model = row(2)
+    found = uncut_model(model)
+    assert found == uncut_model(row(2)) != uncut_model(row(2, seed=1))
+    assert len(found) == 64
+    sharded = row(2).to("meta")
+    assert [uncut_model(given) for given in (model[0], nn.Tanh(), [model], lambda stage, num_stages: model, sharded)] == [""] * 5
+    half = row(2)
+    half[1].to("meta")
+    assert uncut_model(half) == ""
+    other = row(2)
+    other.get_parameter("1.0.bias").requires_grad_(False)
+    assert uncut_model(other) not in ("", found)
+
+
+def test_kinds_are_shapes_dtypes_and_what_trains() -> None:
+    model = nn.Linear(2, 3).double()
+    model.bias.requires_grad_(False)
+    plain = nn.Linear(2, 3)
+    assert len({*kinds(model).values(), *kinds(plain).values()}) == 4
+    assert kinds(plain) == kinds(nn.Linear(2, 3))
+    assert list(kinds(plain)) == ["weight", "bias"]
+
+
+def test_a_digest_reads_the_first_and_the_last_number() -> None:
+    numbers = torch.arange(1000.0)
+    found = digest(numbers)
+    assert found == digest(numbers.clone()) == digest(numbers.double())
+    for place in (0, 999):
+        changed = numbers.clone()
+        changed[place] += 0.5
+        assert digest(changed) != found
+    assert digest(torch.complex(numbers, numbers)) != digest(torch.complex(numbers, 2 * numbers))
+    unread = [numbers.to("meta"), torch.empty(0), torch.eye(2).to_sparse()]
+    assert [digest(one) for one in unread] == [""] * 3
+
+
+def test_the_first_difference_of_all_ranks_is_named() -> None:
+    same = {"a": "f32", "b": "f32"}
+    facts = ModelFacts({"seed": "1"}, same, {"a": "x", "b": "y"})
+    assert differences({0: facts, 1: None, 2: facts}) == ""
+    assert differences({0: None}) == ""
+    states(differences({0: facts, 1: facts, 2: facts._replace(facts={"seed": "2"})}), "seed", "rank 2", 1, 2)
+    states(differences({0: facts, 3: facts._replace(kinds={"a": "f32"})}), "'b'", "rank 3", "f32")
+    states(differences({0: facts, 3: facts._replace(values={"a": "x", "b": "z"})}), "'b'", 0, 3)
+    assert differences({0: facts, 3: facts._replace(values=None)}) == ""
+    assert differences({0: facts._replace(facts={}), 1: facts._replace(facts={})}) == ""
+
+
+def test_ranks_with_one_uncut_model_are_warned() -> None:
+    def warned(*digests: str) -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_uncut_model(digests)
+        return bool(caught)
+
+    assert [warned("a", "a"), warned("a", "a", "a")] == [True, True]
+    assert not any([warned("a"), warned(), warned("", ""), warned("a", "b"), warned("a", "a", "b")])

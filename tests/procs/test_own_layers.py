@@ -95,6 +95,41 @@ def test_check_split_names_what_is_wrong() -> None:
         zb.nn.check_split(module, torch.randn(2, 3, D, requires_grad=True))
 
 
+def test_check_split_allows_the_difference_that_it_is_given() -> None:
+    module = Way(lambda m, x: Forgetful.apply(m.weight, x), weight=parameter(D, D))
+    x = torch.randn(2, 3, D, requires_grad=True)
+    assert zb.nn.check_split(module, x, tolerance=1.0) == ("weight",)
+    with raises(zb.InputError, "weight"):
+        zb.nn.check_split(module, x, tolerance=0.99)
+
+
+def test_check_split_compares_gradients_that_are_missing() -> None:
+    x = torch.randn(2, 3, D, requires_grad=True)
+    unused = Way(lambda m, x: Product.apply(m.weight, x), weight=parameter(D, D), unused=parameter(D))
+    assert zb.nn.check_split(unused, x) == ("weight",)
+
+    def halfway(m: Any, x: Tensor) -> Tensor:
+        from zerobubble.runtime.split.layers.weight_work import pass_in_progress
+
+        y: Tensor = Product.apply(m.weight if pass_in_progress() is None else m.weight.detach(), x)
+        return y
+
+    with raises(zb.InputError, wrong="weight"):
+        zb.nn.check_split(Way(halfway, weight=parameter(D, D)), x)
+
+
+def test_check_split_compares_gradients_of_inputs() -> None:
+    class Doubled(Product):
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+            gradient, of_x = Product.backward(ctx, dy)
+            return gradient, of_x if gradient is not None else 2 * of_x
+
+    y, x = torch.randn(2, 3, D), torch.randn(2, 3, D, requires_grad=True)
+    with raises(zb.InputError, wrong="input 1"):
+        zb.nn.check_split(Way(lambda m, y, x: Doubled.apply(m.weight, x) + y, weight=parameter(D, D)), y, x)
+
+
 class Transposed(Product):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -182,7 +182,7 @@ def _refuse_compiled(path: str, module: nn.Module, stage: int) -> None:
                 stage=stage,
                 compiled=outer or "the stage",
                 remedy=(
-                    "compile {path!r} alone, as torch.compile(module), and choose the compiled module, or choose modules "
+                    f"compile {path!r} alone, as torch.compile(module), and choose the compiled module, or choose modules "
                     "that are not compiled"
                 ),
             )
