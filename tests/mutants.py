@@ -59,8 +59,8 @@ AREAS: dict[str, str] = {
     "runtime/stage": "procs/stage_parts procs/saved_tensors procs/divided_head procs/describe procs/layer_profile procs/other_ranks_models"
     " procs/offload_runs procs/selective_recompute procs/fsdp procs/shared_kinds procs/recompute_runs procs/own_layers procs/experts"
     " procs/devices",
-    "runtime/hooks": "procs/hooks procs/clip procs/torch_calls procs/bubble_work procs/scaled_gradients procs/tied procs/auto procs/watch"
-    " procs/mesh procs/post_validation",
+    "runtime/hooks": "procs/hook_parts procs/hooks procs/clip procs/torch_calls procs/bubble_work procs/scaled_gradients procs/tied"
+    " procs/auto procs/watch procs/mesh procs/post_validation",
 }
 """What judges schedules and moves numbers, below src/zerobubble, and the tests near it, below tests: the nearest files first."""
 PRELOADED = (torch,)

@@ -339,6 +339,214 @@ def test_the_second_of_two_slow_steps_starts_a_search(monkeypatch: pytest.Monkey
     assert [record.args for record in caplog.records] == [(50.0,)]
 
 
+def planner_for(memory: Any = None, ranks: int = 2, microbatches: int = 4) -> tuple[Any, zb.Plan]:
+    """A planner with a problem and a plan for it, whose pipeline is that of its only rank: what it gathers comes from it alone."""
+    planner = auto.AutoPlanner(zb.Auto(memory=memory), ranks, microbatches)
+    costs = zb.Costs.from_ms([1] * ranks, [1] * ranks, [1] * ranks)
+    problem = zb.planning.Problem(planner.schedule.placement, microbatches, costs, zb.Limits((100_000_000,) * ranks))
+    planner._problem = problem
+    planner._pipeline = mock.Mock(rank=0, ranks_meet=True)
+    planner._pipeline.gather = lambda mine, doing: [mine]
+    return planner, zb.planning.solve(problem, evaluations=0)
+
+
+def forecasts(*totals: int, messages: int = 10) -> list[Any]:
+    return [mock.Mock(total=total, messages=messages) for total in totals]
+
+
+def test_a_plan_fits_if_each_rank_has_the_memory_for_it() -> None:
+    planner, plan = planner_for()
+    assert planner._fits(plan)
+    planner, plan = planner_for([100_000, 200_000])
+    found, before = [], planner._problem
+    for totals in ((100_000, 200_000), (100_001, 200_000), (100_000, 200_001), (0, 0)):
+        planner._pipeline.memory_forecast_of.return_value = forecasts(*totals)
+        found.append(planner._fits(plan))
+    assert found == [True, False, False, True]
+    assert planner._problem == before, "what messages leave would be too little for any schedule"
+    planner, plan = planner_for(200_000_000)
+    planner._pipeline.memory_forecast_of.return_value = forecasts(200_000_001, 1, messages=70_000_000)
+    assert not planner._fits(plan)
+    assert planner._problem.limits.memory == (130_000_000,) * 2
+
+
+def test_candidates_for_bad_links_are_the_current_and_the_published_schedules_without_w() -> None:
+    planner, plan = planner_for()
+    candidates = planner._candidates(plan)
+    assert all(each is not plan for each in candidates)
+    assert [each.how for each in candidates] == ["as before", *["published"] * (len(candidates) - 1)]
+    assert candidates[0].schedule == planner.schedule
+    assert {"1f1b", "gpipe"} <= {each.schedule.name for each in candidates}
+    assert not any(each.schedule.split_stages for each in candidates[1:])
+    rows = [each.schedule.rows for each in (plan, *candidates)]
+    assert len(rows) == len(set(rows))
+    with mock.patch.object(planner, "_fits", side_effect=lambda each: each.schedule.name == "1f1b"):
+        assert [each.schedule.name for each in planner._candidates(plan)] == ["1f1b"]
+    planner.schedule = plan.schedule
+    assert "as before" not in [each.how for each in planner._candidates(plan)]
+
+
+def test_a_change_is_a_schedule_with_other_rows() -> None:
+    planner, plan = planner_for()
+    assert planner._change(plan) == plan.schedule
+    assert planner.plan is plan
+    again = zb.planning.solve(planner._problem, evaluations=0)
+    assert planner._change(again) is None
+    assert planner.plan is again
+
+
+def test_a_search_is_waited_for_and_its_plan_taken_if_it_fits() -> None:
+    planner, plan = planner_for()
+    planner._is_waiting, planner._steps = True, 7
+    with mock.patch.object(planner, "_search", return_value=(False, None)):
+        assert planner._wait() is None
+    assert (planner._is_waiting, planner._steps) == (True, 7)
+    with mock.patch.object(planner, "_search", return_value=(True, None)):
+        assert planner._wait() is None
+    assert (planner._is_waiting, planner._steps) == (False, 0)
+    assert planner.plan is None
+    with mock.patch.object(planner, "_search", return_value=(True, plan.to_dict())):
+        with mock.patch.object(planner, "_fits", return_value=False):
+            assert planner._wait() is None
+        assert planner.plan is None
+        assert planner._wait().rows == plan.schedule.rows
+        planner._has_bad_links = True
+        planner._wait()
+    assert planner._choice is not None
+    assert planner.plan.schedule.rows == plan.schedule.rows
+
+
+def test_other_ranks_take_what_the_first_has_found() -> None:
+    planner, plan = planner_for()
+    gathered: list[Any] = []
+    planner._pipeline.rank = 1
+    planner._pipeline.gather = lambda mine, doing: gathered.append(mine) or [(True, plan.to_dict()), mine]
+    with mock.patch.object(planner, "_search") as search:
+        assert planner._wait().rows == plan.schedule.rows
+    assert gathered == [None]
+    assert not search.called
+
+
+def test_a_measured_choice_plays_each_candidate_and_ends_with_the_fastest() -> None:
+    planner, plan = planner_for()
+    planner._has_bad_links = True
+    planner._choice = choice = auto.MeasuredChoice([plan, *planner._candidates(plan)[:1]])
+    played = []
+    while planner._choice is not None:
+        played.append(choice.next.schedule.name)
+        makespan = 5 if choice.next.schedule.rows == plan.schedule.rows else 4
+        planner._pipeline.timeline.return_value = mock.Mock(makespan=makespan)
+        planner._after_step()
+    assert played == [plan.schedule.name, planner.schedule.name] * auto.STEPS
+    assert not planner._has_bad_links
+    assert planner.plan.schedule.name == "one by one"
+
+
+@pytest.mark.parametrize(
+    ("rank", "found_on", "source"), [(0, (True, True), 0), (1, (True, True), 0), (1, (False, True), 1), (0, (False, True), 1)]
+)
+def test_the_first_rank_that_compared_the_published_schedules_shares_the_best(rank: int, found_on: tuple[bool, ...], source: int) -> None:
+    planner, plan = planner_for()
+    shared: list[Any] = []
+
+    def gather(mine: Any, doing: str) -> list[Any]:
+        shared.append(mine)
+        return list(found_on) if isinstance(mine, bool) else [plan.to_dict() if number == source else None for number in range(2)]
+
+    planner._pipeline.rank, planner._pipeline.gather = rank, gather
+    with mock.patch.object(auto, "solve", side_effect=None if found_on[rank] else ValueError, return_value=plan):
+        best = planner._best_published()
+    assert best.schedule.rows == plan.schedule.rows
+    assert shared[0] is found_on[rank]
+    assert (shared[1] is not None) == (rank == source)
+
+
+def test_without_a_published_schedule_on_any_rank_there_is_none() -> None:
+    planner, _ = planner_for()
+    with mock.patch.object(auto, "solve", side_effect=ValueError):
+        assert planner._best_published() is None
+
+
+def test_a_plan_is_saved_and_loaded_where_it_fits() -> None:
+    planner, plan = planner_for()
+    assert planner.state_dict() == {}
+    planner.plan = plan
+    saved = planner.state_dict()
+    other, _ = planner_for()
+    other._problem, other._is_waiting, other._choice = None, True, mock.Mock()
+    other.check_state_dict(saved)
+    other.load_state_dict(saved)
+    assert other.plan.schedule.rows == other.schedule.rows == plan.schedule.rows
+    assert (other._problem, other._is_waiting, other._choice) == (plan.problem, False, None)
+    ((schedule, costs), _) = other._pipeline.change_schedule.call_args
+    assert (schedule.rows, costs) == (plan.schedule.rows, plan.problem.costs)
+    other.load_state_dict(saved)
+    assert other._pipeline.change_schedule.call_count == 1
+    for ranks, microbatches in ((4, 4), (2, 6)):
+        with raises(zb.InputError, planned_microbatches=4, microbatches_here=microbatches, placement_here=str(zb.Placement.linear(ranks))):
+            planner_for(ranks=ranks, microbatches=microbatches)[0].check_state_dict(saved)
+
+
+def test_a_better_schedule_is_played_with_the_costs_of_its_plan() -> None:
+    planner, plan = planner_for()
+    planner._pipeline.activity.return_value = ExitStack()
+    with mock.patch.object(planner, "_after_step", side_effect=[None, plan.schedule]):
+        planner.on_step_end(mock.Mock())
+        assert not planner._pipeline.change_schedule.called
+        planner.plan = plan
+        planner.on_step_end(mock.Mock())
+    planner._pipeline.change_schedule.assert_called_once_with(plan.schedule, plan.problem.costs)
+
+
+def test_bytes_are_counted_in_the_first_step_alone() -> None:
+    planner = auto.AutoPlanner(zb.Auto(), 2, 4)
+    measures = []
+    for measured, problem, asked in (
+        ([], None, False),
+        ([mock.Mock()], None, False),
+        ([], mock.Mock(), False),
+        ([mock.Mock()], None, True),
+    ):
+        planner._measured, planner._problem = measured, problem
+        step = mock.Mock(measures_memory=asked)
+        planner.on_step_begin(step)
+        measures.append(step.measures_memory)
+    assert measures == [True, False, False, True]
+
+
+def test_late_messages_lengthen_a_link_and_start_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, plan = planner_for()
+    planner.plan = plan
+    monkeypatch.setattr(auto.AutoPlanner, "_wait", lambda planner: plan.schedule)
+    timeline = zb.simulate(plan.schedule, plan.problem.costs)
+    with mock.patch.object(auto, "late_messages", return_value=(3_000_000,)) as late:
+        assert [planner._review(timeline) for _ in range(2)] == [None, plan.schedule]
+        assert planner._has_bad_links
+        assert planner._problem.costs.comm == (3_000_000,)
+        late.return_value = (1_000_000,)
+        assert auto.corrected(planner._problem.costs, timeline).comm == (3_000_000,), "a link is not taken to have become faster"
+        late.return_value = (None,)
+        assert auto.corrected(planner._problem.costs, timeline).comm == (3_000_000,)
+
+
+def test_a_drift_up_to_the_threshold_is_none_if_there_is_a_plan() -> None:
+    planner, plan = planner_for()
+    timeline = zb.simulate(plan.schedule, plan.problem.costs)
+    with mock.patch.object(planner, "_wait", return_value=plan.schedule), mock.patch.object(auto, "how_far", return_value=auto.DRIFT):
+        planner.plan, planner._steps = plan, 60
+        assert [planner._review(timeline) for _ in range(3)] == [None] * 3
+        assert planner._steps == 0
+        planner.plan = None
+        assert [planner._review(timeline) for _ in range(2)] == [None, plan.schedule]
+
+
+def test_the_objective_is_that_of_ranks_that_meet_or_do_not() -> None:
+    planner, _ = planner_for()
+    assert planner._objective is zb.planning.Objective.MAKESPAN
+    planner._pipeline.ranks_meet = False
+    assert planner._objective is zb.planning.Objective.PERIOD
+
+
 def race(group: Any) -> tuple[list[str], str, set[str]]:
     """Step until a plan for a link with late messages has been compared with other schedules; every step has the loss of one device."""
     wanted, names = reference(2, 1)[0][0], set[str]()
