@@ -55,7 +55,7 @@ AREAS: dict[str, str] = {
     "runtime/split": "pure/weight_tail procs/special_tensors procs/graph_split procs/graph_guard procs/graph_values procs/graph_tensors"
     " procs/graph_share procs/autocast procs/experts procs/split_transformers procs/graph_none procs/compiled_sizes procs/traced"
     " procs/split_matrix procs/graph_lengths procs/describe procs/graph_checkpoint procs/cuda_graphs procs/split_graphs procs/own_layers"
-    " procs/loss_modules procs/threads",
+    " procs/loss_modules procs/weight_parts",
     "runtime/stage": "procs/stage_parts procs/saved_tensors procs/divided_head procs/describe procs/layer_profile procs/other_ranks_models"
     " procs/offload_runs procs/selective_recompute procs/fsdp procs/shared_kinds procs/recompute_runs procs/own_layers procs/experts"
     " procs/devices",

@@ -404,7 +404,6 @@ def test_going_to_and_fro_traces_each_state_once() -> None:
     assert len(stage.splitter.traces) == 2
 
 
-@pytest.mark.long
 def test_a_number_that_always_changes_is_warned_of_and_holds_few_traces() -> None:
     module = Way(scaled, scale=1.0)
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)

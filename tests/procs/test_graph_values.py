@@ -210,7 +210,6 @@ def test_numbers_that_cannot_be_asked_for_before_a_forward_are_refused(name: str
     assert torch.equal(module[0].num_calls, calls)
 
 
-@pytest.mark.long
 def test_numbers_that_are_ever_new_are_warned_of_and_hold_few_traces() -> None:
     module = Way(by_a_float).double()
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)
