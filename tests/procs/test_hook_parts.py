@@ -90,6 +90,23 @@ def test_a_norm_that_is_not_finite_names_three_parameters_and_all_microbatches()
         clip.refuse(total, 2.0, {}, None)
 
 
+def test_torch_scales_plain_gradients_and_sharded_ones_are_scaled_by_their_parts() -> None:
+    plain, shard, none = with_gradient(2.0, 4.0), with_gradient(2.0, 4.0), nn.Parameter(torch.zeros(2))
+    given: list[list[nn.Parameter]] = []
+    with (
+        mock.patch.object(clip, "local_part", lambda gradient: gradient[:1] if gradient is shard.grad else gradient),
+        mock.patch.object(torch.nn.utils, "clip_grads_with_norm_", lambda parameters, *_: given.append(parameters)),
+    ):
+        clip.scale([plain, shard, none], 1.0, torch.tensor(2.0), IN_GRAD)
+    ((first, second),) = given
+    assert first is plain
+    assert second is none
+    assert plain.grad is not None
+    assert shard.grad is not None
+    assert plain.grad.tolist() == [2.0, 4.0]
+    torch.testing.assert_close(shard.grad, torch.tensor([2.0 / (2.0 + 1e-6), 4.0]))
+
+
 def test_scalers_of_all_ranks_are_alike() -> None:
     schedule = zb.make("dualpipe", 2, 4)
     last = {route[-1] for route in schedule.placement.routes}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 import zerobubble as zb
 from tests.refusals import raises
@@ -33,6 +34,7 @@ from zerobubble.runtime.split.graphs.general_graph import General, with_symbols
 from zerobubble.runtime.split.graphs.missing_cotangents import without_cotangents
 from zerobubble.runtime.split.graphs.sized_graph import SizedGraph
 from zerobubble.runtime.split.tracing.grouped_products import HAS_GROUPED_PRODUCTS, grouped_product
+from zerobubble.runtime.split.tracing.joint_graph import ForwardNodes, forward_and_backward
 from zerobubble.runtime.split.tracing.module_tensors import TensorsOfModule
 from zerobubble.runtime.split.tracing.traceable import hooked_parameters, refuse_hooks
 from zerobubble.runtime.split.weight_flops import WeightFlops, flops_of, grouped_product_flops
@@ -363,3 +365,79 @@ def test_parameters_with_hooks_and_with_living_uses_are_named() -> None:
     module[2].weight.register_post_accumulate_grad_hook(lambda _: None)
     assert hooked_parameters(module) == ["0.bias", "1.weight", "2.weight"]
     del alive
+
+
+def joint_of_layer(x: Tensor, w: Tensor, tangents: Tensor) -> list[Tensor]:
+    """A layer with dropout of its own: its output, and the gradients of both inputs."""
+    kept = torch.rand_like(x) < 0.5
+    values, indices = torch.tanh(x @ w).max(1)
+    y = x * kept + values[:, None]
+    of_h = torch.zeros(x.shape[0], w.shape[1]).scatter(1, indices[:, None], tangents.sum(1, keepdim=True) * (1 - values * values)[:, None])
+    return [y, tangents * kept + of_h @ w.t(), x.t() @ of_h]
+
+
+CHECKPOINT: Any = (object(), object())
+FORWARD = ("rand_like", "lt", "mm", "tanh", "max_1", "getitem", "getitem_1", "mul", "unsqueeze", "add")
+
+
+@pytest.mark.parametrize(
+    ("in_checkpoint", "policies", "redraw", "saved"),
+    [
+        ((), (), True, ["x_1", "w_1", "lt", "getitem", "getitem_1"]),
+        (("mm", "tanh", "max_1"), (), True, ["x_1", "w_1", "lt", "getitem"]),
+        (("mm", "tanh", "max_1"), ("mm",), True, ["x_1", "w_1", "lt", "mm", "getitem"]),
+        (("rand_like", "lt", "mul"), (), False, ["x_1", "w_1", "rand_like", "getitem", "getitem_1"]),
+        (("rand_like", "lt", "mul"), (), True, ["x_1", "w_1", "kept state", "getitem", "getitem_1"]),
+        (FORWARD, (), True, ["x_1", "w_1", "kept state"]),
+    ],
+)
+def test_a_joint_graph_is_cut_where_its_forward_ends_and_checkpoints_are_recomputed(
+    in_checkpoint: tuple[str, ...], policies: tuple[str, ...], redraw: bool, saved: list[str]
+) -> None:
+    x, w, dy = torch.randn(BATCH, IN), torch.randn(IN, OUT), torch.randn(BATCH, IN)
+    joint = traced(joint_of_layer, x, w, dy)
+    names = {node.name for node in joint.graph.nodes}
+    assert set(FORWARD) <= names
+    for node in joint.graph.nodes:
+        if node.name in policies:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    nodes = ForwardNodes(set(FORWARD), dict.fromkeys(in_checkpoint, CHECKPOINT))
+    torch.manual_seed(0)
+    expected = joint_of_layer(x, w, dy)
+    forward, backward = forward_and_backward(joint, 1, nodes, redraw=redraw)
+    torch.manual_seed(0)
+    y, *kept = forward(x, w)
+    torch.manual_seed(1)
+    gradients = backward(*kept, dy)
+    torch.testing.assert_close([y, *gradients], expected, rtol=0, atol=0)
+    found = [node.name for node in results_of(forward)[1:] if node is not None]
+    assert [name if name in names else "kept state" for name in found] == saved
+    assert not any(node.meta.get("recompute") for node in backward.graph.nodes) or not in_checkpoint
+
+
+def test_a_forward_has_all_that_its_results_need_and_draws_what_is_unused() -> None:
+    def joint(x: Tensor, tangents: Tensor) -> list[Tensor]:
+        torch.rand_like(x)
+        return [torch.tanh(x).exp(), tangents * x]
+
+    graph = traced(joint, torch.randn(2), torch.randn(2))
+    if not named(graph, aten.rand_like.default):  # traces may drop what nothing uses
+        with graph.graph.inserting_before(next(iter(named(graph, aten.tanh.default)))):
+            graph.graph.call_function(aten.rand_like.default, (inputs_of(graph)[0],))
+    (draw,) = named(graph, aten.rand_like.default)
+    forward, backward = forward_and_backward(graph, 1, ForwardNodes({draw.name}, {}), redraw=True)
+    assert len(named(forward, aten.rand_like.default)) == 1
+    assert [node.name for node in inputs_of(forward)] == ["x_1"]
+    assert [node.name for node in inputs_of(backward)] == ["x_1", "tangents_1"]
+    torch.manual_seed(0)
+    forward(torch.ones(2))
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    torch.rand(2)
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_a_backward_that_draws_random_numbers_is_refused() -> None:
+    graph = traced(lambda x, tangents: [x.exp(), tangents * torch.rand_like(x)], torch.randn(2), torch.randn(2))
+    with raises(zb.InputError, operation="aten.rand_like.default"):
+        forward_and_backward(graph, 1, ForwardNodes({"exp"}, {}), redraw=True)
