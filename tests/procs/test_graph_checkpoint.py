@@ -8,6 +8,7 @@ They hold the same bytes as in eager mode.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.procs.test_graph_split import Graph, products
 from tests.procs.versions import needs_branches_in_graphs, needs_checkpoints_in_graphs
 from tests.refusals import raises
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.tracing.recompute import recording_checkpoints
+from zerobubble.runtime.split.tracing.recompute import _saved_tensors_hooks, recording_checkpoints
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 pytestmark = pytest.mark.in_process
@@ -160,3 +161,14 @@ def test_a_change_by_the_last_operation_of_a_checkpoint_is_refused() -> None:
 
     with raises(zb.InputError, "checkpoint", "buffer"), recording_checkpoints([buffer]):
         checkpoint(change, x, use_reentrant=False)
+
+
+@needs_checkpoints_in_graphs
+def test_hooks_on_saved_tensors_are_listed_from_outside_and_stay() -> None:
+    pairs = [(lambda tensor, number=number: (number, tensor), lambda kept: kept[1]) for number in range(3)]
+    with ExitStack() as stack:
+        for pair in pairs:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*pair))
+        assert _saved_tensors_hooks() == pairs
+        assert _saved_tensors_hooks() == pairs
+    assert _saved_tensors_hooks() == []

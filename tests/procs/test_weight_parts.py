@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -344,3 +347,12 @@ def test_tensors_that_w_needs_may_neither_change_nor_be_freed() -> None:
         else:
             work.hand_over()
             freed.untyped_storage().resize_(12)
+
+
+@pytest.mark.parametrize(("bytes_of_storages", "is_freed"), [((0,), True), ((8,), False), ((0, 8), False), ((0, 0), True)])
+def test_a_tensor_is_freed_if_all_of_its_storages_are(bytes_of_storages: tuple[int, ...], is_freed: bool) -> None:
+    work = WeightWork(StepContext(frozenset(), frees_weights=True))
+    work.defer(nn.Parameter(torch.zeros(2)), lambda x: x, torch.ones(2))
+    storages = [SimpleNamespace(nbytes=lambda size=size: size) for size in bytes_of_storages]
+    with mock.patch.object(weight_work, "storages_of", return_value=storages), raises(zb.InputError, "(2,)") if is_freed else nullcontext():
+        work.hand_over()

@@ -119,11 +119,12 @@ class Compiler:
 
 
 def _may_be_general(sizes: Sequence[tuple[int, ...]]) -> bool:
-    """Returns whether graphs of these sizes share a symbolic graph: not if a size is 1 in one of them or all agree."""
+    """Returns whether graphs of these sizes share a symbolic graph: not if a size is 1 in one of them."""
     try:
-        return General(sizes).num_symbols > 0
+        General(sizes)
     except ValueError:
         return False
+    return True
 
 
 def require_compiler(tensors: Iterable[Tensor], stage: int) -> None:
