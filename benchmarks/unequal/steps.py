@@ -145,11 +145,11 @@ def speed(name: str) -> dict[str, Any]:
     for _ in range(20):
         microbatches = [torch.empty(dice.choice((256, 512, 1024)) + dice.randrange(64), dtype=torch.int8) for _ in range(64)]
         began = time.process_time(), time.perf_counter()
-        costs, choose, _ = plain.of(schedule, microbatches)
+        costs, choose, _ = plain.costs_of(schedule, microbatches)
         order = choose(costs)
         taken["processor"].append(time.process_time() - began[0])
         taken["clock"].append(time.perf_counter() - began[1])
-        ordering.of(schedule, microbatches).choose(costs)
+        ordering.costs_of(schedule, microbatches).choose(costs)
         began = time.process_time(), time.perf_counter()
         ordering.begin(schedule, microbatches)
         for thread in threading.enumerate():  # the step before lasts as long as the search
@@ -158,7 +158,7 @@ def speed(name: str) -> dict[str, Any]:
         taken["planning"].append(time.process_time() - began[0])
         taken["planning_clock"].append(time.perf_counter() - began[1])
         later = time.perf_counter()
-        ahead = ordering.of(schedule, microbatches).ahead
+        ahead = ordering.costs_of(schedule, microbatches).ahead
         taken["ordered_ahead"].append(time.perf_counter() - later)
         priced = replace(zb.Costs.uniform(schedule.num_stages), shares=tuple(costs))
         span, ordered = zb.simulate(schedule, priced).span, zb.simulate(with_numbers(schedule, order), priced).span
@@ -169,7 +169,7 @@ def speed(name: str) -> dict[str, Any]:
             planned = read_passes("planned", schedule, ahead.passes)
             lowered(planned, PREFETCH)
             taken["compiling"].append(time.process_time() - began[0])
-            Compiled.of(planned)
+            Compiled.from_schedule(planned)
             taken["proven"].append(time.process_time() - began[0] - taken["compiling"][-1])
             planned_gains[-1] = 1 - zb.simulate(with_numbers(planned, ahead.order), priced).span / ordered
     found = {f"{key}_ms": round(1000 * statistics.median(values), 2) if values else None for key, values in taken.items()}

@@ -284,7 +284,7 @@ def test_sums_in_main_grad_are_scaled_by_the_factor_of_torch(max_norm: float) ->
     gradients = Gradients(torch.float64)
     gradients.put(mine, gradient.clone())
     scale([mine, nn.Parameter(torch.zeros(1))], max_norm, gradient.norm(), gradients)
-    torch.testing.assert_close(gradients.of(mine), theirs.grad, rtol=0, atol=0)
+    torch.testing.assert_close(gradients.get(mine), theirs.grad, rtol=0, atol=0)
     assert mine.grad is None
 
 

@@ -87,7 +87,7 @@ class Faked(NcclEndpoint):
 
 
 def test_the_communicator_of_sums_counts() -> None:
-    channels = every_channel(Compiled.of(make("1f1b", 2, 4)))
+    channels = every_channel(Compiled.from_schedule(make("1f1b", 2, 4)))
     end = Faked({lane: Communicators() for lane in LANES}, 0, channels)
     before = end.held_bytes()
     end.sums([0, 2])
@@ -101,7 +101,10 @@ def test_the_communicator_of_sums_counts() -> None:
 )
 def test_every_communicator_is_made_in_one_order(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, ValueKind.WEIGHT_WORK) for a, b in permutations(range(4), 2))]
+    channels = [
+        *every_channel(Compiled.from_schedule(schedule)),
+        *(Channel(a, b, ValueKind.WEIGHT_WORK) for a, b in permutations(range(4), 2)),
+    ]
     lanes = {lane: Communicators() for lane in LANES}
     ends = [Faked(lanes, rank, channels) for rank in range(4)]
     with ThreadPoolExecutor(4) as ranks:
@@ -119,7 +122,7 @@ def test_kernels_that_could_block_each_other_in_a_hardware_queue_are_refused(
     """Every rank raises before it makes a communicator, for which the others would wait."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     assert hardware_queues() == found
-    channels = every_channel(Compiled.of(make("zb-v", 4, 8)))
+    channels = every_channel(Compiled.from_schedule(make("zb-v", 4, 8)))
     needed = queues_for(communicators_of(channels))
     shared = [Channel(a, b, ValueKind.WEIGHT_WORK) for a, b in permutations(range(4), 2)]
     lanes = {lane: Communicators() for lane in LANES}

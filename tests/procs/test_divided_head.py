@@ -313,7 +313,7 @@ def off_exact(passes: str, smoothing: float) -> tuple[float, float]:
     pairs = list(zip(parts, found, strict=True))
     seen = [part.gradient_to_correct(one) for part, one in pairs]
     if passes == "SL and TX":
-        correction = Correction.of([one.sums for one in found])
+        correction = Correction.from_sums([one.sums for one in found])
         for number, (part, one) in enumerate(pairs):
             part.correct(one, correction, number)
         seen = [part.gradient(one) for part, one in pairs]

@@ -101,7 +101,7 @@ def compare(stage: Stage, oracle: nn.Module, mask: Tensor | None, seed: int, tol
     tensors: list[Tensor] = []
     structure = flatten_pytree(arguments, tensors)
     torch.manual_seed(seed)
-    (loss,) = stage.forward(0, Payload.of(tensors, structure), lambda output: output.loss)
+    (loss,) = stage.forward(0, Payload.from_tensors(tensors, structure), lambda output: output.loss)
     torch.manual_seed(seed)
     expected = oracle(**arguments).loss
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
@@ -194,7 +194,7 @@ def test_stages_of_a_model_that_was_cut_are_traced() -> None:
             stage.begin(None)
         tensors: list[Tensor] = []
         structure = flatten_pytree(given, tensors)
-        outputs = first.forward(0, Payload.of(tensors, structure))
+        outputs = first.forward(0, Payload.from_tensors(tensors, structure))
         assert isinstance(outputs, Payload)
         received = outputs.with_tensors([y.detach().requires_grad_(y.requires_grad) for y in outputs])
         (loss,) = last.forward(0, received, loss_of)

@@ -136,14 +136,14 @@ def test_gradients_of_a_rank_are_unscaled_once(main_grad: torch.dtype | None) ->
     unscaled: list[Any] = []
     pipeline: Any = SimpleNamespace(gradients=gradients, parameters=lambda: given, scaling=SimpleNamespace(unscale=unscaled.extend))
     assert not gradient_scaling.unscale_own(pipeline, scaler, optimizers)
-    assert [found.tolist() for parameter in given if (found := gradients.of(parameter)) is not None] == [[1.0, 2.0], [3.0]]
+    assert [found.tolist() for parameter in given if (found := gradients.get(parameter)) is not None] == [[1.0, 2.0], [3.0]]
     assert list(map(id, unscaled)) == list(map(id, given))
     gradient_scaling.set_found_inf(scaler, optimizers, torch.device("cpu"), is_found=True)
     assert [flag.item() for each in optimizers for flag in scaler._found_inf_per_device(each).values()] == [1.0, 1.0]
     assert len(scaler._per_optimizer_states) == 2
     fresh = torch.amp.GradScaler("cpu", init_scale=8.0)
     fresh.scale(torch.ones(()))
-    found = gradients.of(given[1])
+    found = gradients.get(given[1])
     assert found is not None
     found.fill_(math.inf)
     assert gradient_scaling.unscale_own(pipeline, fresh, optimizers)

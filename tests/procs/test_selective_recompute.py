@@ -289,7 +289,7 @@ def test_those_that_go_on_without_a_rank_compute_again_what_they_did_before() ->
     planned = RecomputeLevels(given, ["selective", "by stage", "by stage", "full"])
     after = RecomputeLevels(planned.as_one(range(4)))
     for stage in range(4):
-        before, now = (levels.of(levels.name_of(stage), stage, blocks(stage, 4)).parts for levels in (planned, after))
+        before, now = (levels.parts_of(levels.name_of(stage), stage, blocks(stage, 4)).parts for levels in (planned, after))
         assert (before is None, before and list(before)) == (now is None, now and list(now)) == WHOLE_OR_PARTS[stage]
 
 

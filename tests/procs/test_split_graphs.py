@@ -244,7 +244,7 @@ def test_a_graph_of_two_lengths_serves_a_third() -> None:
     w = torch.randn(3, 4)
     given = [[torch.randn(*size), w] for size in ((2, 5, 3), (3, 8, 3), (6, 11, 3))]
     graphs = [traced(by_rows, *inputs) for inputs in given]
-    sized = [SizedGraph.of(graph, inputs) for graph, inputs in zip(graphs, given, strict=True)]
+    sized = [SizedGraph.from_graph(graph, inputs) for graph, inputs in zip(graphs, given, strict=True)]
     assert sized[0].kind == sized[1].kind == sized[2].kind
     general = General([each.sizes for each in sized[:2]])
     symbols = general.symbols_of(sized[2].sizes)
@@ -258,7 +258,7 @@ def test_graphs_of_other_operations_and_constants_are_of_another_kind() -> None:
     x = torch.randn(2, 3)
 
     def kind(function: Callable[..., Any], *inputs: Any) -> Any:
-        return SizedGraph.of(traced(function, *inputs), inputs).kind
+        return SizedGraph.from_graph(traced(function, *inputs), inputs).kind
 
     doubled = kind(lambda x: [x * 2.0], x)
     assert doubled == kind(lambda x: [x * 2.0], torch.randn(4, 5))
@@ -274,7 +274,7 @@ def test_graphs_of_other_operations_and_constants_are_of_another_kind() -> None:
     def with_constant(constant: Tensor) -> Any:
         graph = fx.Graph()
         graph.output((graph.call_function(aten.mul.Tensor, (graph.placeholder("x"), graph.get_attr("c"))),))
-        return SizedGraph.of(fx.GraphModule({"c": constant}, graph), [x]).kind
+        return SizedGraph.from_graph(fx.GraphModule({"c": constant}, graph), [x]).kind
 
     small, large = torch.ones(4096), torch.ones(4097)
     assert with_constant(small) == with_constant(small.clone()) != with_constant(2 * small)

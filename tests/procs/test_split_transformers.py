@@ -231,13 +231,13 @@ def flops_of_backward(stage: Stage, inputs: Any) -> int:
 def payload(arguments: dict[str, Any]) -> Any:
     tensors: list[Tensor] = []
     structure = flatten_pytree(arguments, tensors)
-    return Payload.of(tensors, structure)
+    return Payload.from_tensors(tensors, structure)
 
 
 def received(outputs: Any) -> Any:
     """What the next stage gets of the outputs of one."""
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
-    return Payload.of(leaves, outputs.structure) if isinstance(outputs, Payload) else tuple(leaves)
+    return Payload.from_tensors(leaves, outputs.structure) if isinstance(outputs, Payload) else tuple(leaves)
 
 
 def mean_of_logits(output: Any) -> Tensor:

@@ -58,13 +58,13 @@ def model() -> nn.Module:
 )
 def test_a_level_chooses_the_outermost_modules(chosen: Any, found: list[str]) -> None:
     module = model()
-    parts = RecomputeLevels({"some": chosen}).of("some", 0, module)
+    parts = RecomputeLevels({"some": chosen}).parts_of("some", 0, module)
     assert parts.parts == {path: module.get_submodule(path) for path in found}
     assert parts.recomputes == bool(found)
     by_stage = RecomputeLevels({"some": {1: chosen}})
-    assert by_stage.of("some", 0, module) == RecomputedParts("some", None)
-    assert by_stage.of("some", 1, module) == parts
-    assert RecomputeLevels(None).of("full", 0, module).recomputes
+    assert by_stage.parts_of("some", 0, module) == RecomputedParts("some", None)
+    assert by_stage.parts_of("some", 1, module) == parts
+    assert RecomputeLevels(None).parts_of("full", 0, module).recomputes
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_module_inside_a_compiled_one_is_no_part() -> None:
     def refused(path: str, whole: nn.Module) -> str:
         given = RecomputeLevels({"some": lambda name, _: name == path})
         try:
-            given.of("some", 4, whole)
+            given.parts_of("some", 4, whole)
         except zb.InputError as error:
             states(error, path=path, stage=4)
             sentence, found = str(error), str(error.fields["compiled"])

@@ -171,7 +171,7 @@ def test_gathered_matrices_are_known_until_their_indices_change() -> None:
     assert whole[:, 0, 0].tolist() == [4.0, 0.0, 10.0]
     indices[0] = 1
     assert matrix_in(gathered) is None
-    assert torch.equal(found.part.of(w), gathered), "the part has indices of its own"
+    assert torch.equal(found.part.select(w), gathered), "the part has indices of its own"
     for tensor, index in ((w * 1, INDICES), (w, [2, 0]), (w, INDICES.int())):
         other = w[INDICES]
         note_indexing(other, tensor, index)

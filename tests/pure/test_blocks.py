@@ -52,7 +52,7 @@ def test_published_blocks_survive_text_and_repeat_without_collision(name: str) -
 
 
 def test_a_block_of_uneven_times_survives_text() -> None:
-    block = Block.of("slow", Placement.linear(2), 9, path_slots(0, (1, 3), (1, 3), (1, 4)), times=(3, 4, 2))
+    block = Block.from_paths("slow", Placement.linear(2), 9, path_slots(0, (1, 3), (1, 3), (1, 4)), times=(3, 4, 2))
     assert Block.from_text(block.to_text()) == block
     assert "times 3 4 2" in block.to_text()
 
@@ -161,9 +161,9 @@ def test_a_pass_longer_than_the_interval_collides_with_its_own_copy() -> None:
 
 def test_w_needs_room() -> None:
     with raises(InputError, "rank 0", "0W0", 2):
-        Block.of("tight", Placement.linear(1), 2, [0, 1])
+        Block.from_paths("tight", Placement.linear(1), 2, [0, 1])
     with raises(InputError, 2, 4, 3, "path", "stages"):
-        Block.of("short", Placement.linear(2), 6, [0, 1, 2])
+        Block.from_paths("short", Placement.linear(2), 6, [0, 1, 2])
 
 
 def test_copies_follow_each_other_at_the_interval() -> None:
@@ -217,7 +217,7 @@ def random_blocks() -> list[Block]:
         interval = placement.stages_per_rank * sum(times) + random.randrange(3)
         walks = list(Paths(placement, interval, times, Kind.BW, 2 * ranks, 2))
         if walks:
-            found.append(Block.of("random", placement, interval, random.choice(walks), split=False, times=times))
+            found.append(Block.from_paths("random", placement, interval, random.choice(walks), split=False, times=times))
     return found
 
 

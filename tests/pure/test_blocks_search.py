@@ -104,7 +104,7 @@ def test_walks_are_all_there_are() -> None:
     for leg in product(range(1, 5), repeat=3):
         walk = list(accumulate(leg, initial=0))
         try:
-            repeat(Block.of("try", Placement.linear(2), 4, walk, split=False), 3)
+            repeat(Block.from_paths("try", Placement.linear(2), 4, walk, split=False), 3)
         except InputError:
             continue
         expected.append(walk)

@@ -64,7 +64,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
         Placement.custom(range(ranks)),
         Op.parse("0F3"),
         lower(schedule),
-        zb.lowering.Compiled.of(schedule),
+        zb.lowering.Compiled.from_schedule(schedule),
         illegal,
         nothing,
         run,

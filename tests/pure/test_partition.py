@@ -358,7 +358,7 @@ def test_cuts_with_more_room_save_searches(placement: Placement, monkeypatch: py
 def test_the_worth_of_ranks_while_cuts_move_is_that_of_their_room(held: int | zb.Schedule) -> None:
     placement, dice = Placement.looped(4, 3), random.Random(2)
     layers = random_layers(dice, 30)
-    loads = Loads.of(layers)
+    loads = Loads.from_layers(layers)
     fullest = max(figures(layers, placement, tuple(range(2, 24, 2)), 1)[2])
     of_ranks = capacities_of(placement, Limits((fullest,) * 4), held)
     moved = Annealing(loads, placement.routes[0], of_ranks, tuple(range(2, 24, 2)))

@@ -72,7 +72,7 @@ def test_meeting_at_rollback_points_costs_no_time(name: str, seed: int) -> None:
     schedule, costs = drawn(name, seed)
     if len(schedule.placement.routes) > 1:
         pytest.skip("post-update validation refuses schedules of two routes")
-    program, points = with_rollback_points(Compiled.of(schedule).program)
+    program, points = with_rollback_points(Compiled.from_schedule(schedule).program)
     places = [sum(isinstance(action, Compute) for action in row[: point.position]) for row, point in zip(program.rows, points, strict=True)]
     assert period(schedule, costs, places) == period(schedule, costs)
 

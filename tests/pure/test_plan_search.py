@@ -275,7 +275,7 @@ def test_a_lead_says_how_far_a_rank_may_be_ahead_of_its_next_leg(placement: Plac
         """By stage, the most microbatches that its rank was ahead on it of the rank's next stage, or of its B."""
         tables = kernels.tables_of(problem)
         state = kernels.SearchState(tables, 0, kernels.BudgetMeter(0.0, 1), lambda time, how: None)
-        state.improve_policies(PolicyPool.of(full_speed_policy(legs, 1.0, leads)[None]), 1)
+        state.improve_policies(PolicyPool.from_policies(full_speed_policy(legs, 1.0, leads)[None]), 1)
         assert state.order is not None
         schedule = kernels.schedule_of_order("made", problem, tables, state.order)
         assert not schedule_faults(schedule)

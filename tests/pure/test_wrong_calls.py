@@ -205,7 +205,7 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: Layer("1", 1, 1, 1, 1), ("forward", "layer", "1")),
     (lambda: repeat("zb-v", 8), ("repeat", "block", "zb-v", "blocks.known_block")),
     (lambda: known_block("zb", 4), ("zb", "block")),
-    (lambda: Block.of("mine", PLACEMENT, 6, 3), ("mine", "path", "block", "slot", 3)),
+    (lambda: Block.from_paths("mine", PLACEMENT, 6, 3), ("mine", "path", "block", "slot", 3)),
     (lambda: RankOffloads((Offload(0, 1, 1, 1.5, 4, 5),), 0, 0, 0, 0), ("freed", "offload", "1.5")),
     (lambda: RankOffloads(((0, 1, 1, 2, 4, 5),), 0, 0, 0, 0), ("offloads", "rank", "(0, 1, 1, 2, 4, 5)")),
     (lambda: RankOffloads(None, 0, 0, 0, 0), ("offloads", "rank", "None")),

@@ -1,6 +1,6 @@
 """Building blocks: schedules made by repeating the passes of one microbatch, then squeezing and reordering the result.
 
-block = Block.of("mine", Placement.vee(4), 6, path_slots(0, (3, 2), (1, 1), (3, 1), (1, 4), (3, 2), (1, 2), (3, 1)))
+block = Block.from_paths("mine", Placement.vee(4), 6, path_slots(0, (3, 2), (1, 1), (3, 1), (1, 4), (3, 2), (1, 2), (3, 1)))
 schedule = four_steps(block, 12).reordered.schedule
 """
 

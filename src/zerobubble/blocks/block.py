@@ -144,7 +144,7 @@ class Block(Displayed):
         return block
 
     @classmethod
-    def of(
+    def from_paths(
         cls,
         name: str,
         placement: Placement,

@@ -80,7 +80,7 @@ def _blocks(placement: Placement, interval: int, paths: Iterable[list[int]], spl
     """Yield the blocks of `paths` in which every W finds a slot."""
     for path in paths:
         with suppress(InputError):
-            yield Block.of("found", placement, interval, path, split=split, times=times)
+            yield Block.from_paths("found", placement, interval, path, split=split, times=times)
 
 
 def _best_layout(block: Block, squeezed: Layout, memory: int, costs: Costs | None) -> FoundBlock:

@@ -26,12 +26,12 @@ def gpipe_block(ranks: int) -> Block:
 
 def one_f_one_b_block(ranks: int) -> Block:
     """1F1B: F moves one rank per slot, BW one rank per two slots, so lifespans grow by three slots from each rank to the previous one."""
-    return Block.of("1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 1), (1, 1), (ranks - 1, 2)), split=False)
+    return Block.from_paths("1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 1), (1, 1), (ranks - 1, 2)), split=False)
 
 
 def eager_1f1b_block(ranks: int) -> Block:
     """Eager 1F1B: one or two slots of slack on every hop, which hide messages."""
-    return Block.of("eager-1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 2), (1, 1), (ranks - 1, 4)), split=False)
+    return Block.from_paths("eager-1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 2), (1, 1), (ranks - 1, 4)), split=False)
 
 
 def zb_h1_block(ranks: int) -> Block:
@@ -68,7 +68,7 @@ def _vee(name: str, ranks: int, forward: tuple[int, int], loss: int, backward: t
     """Return a block on the V, given the gaps of F and B down the ranks and back up, at the loss on the first rank, and at B's turn."""
     hops = ranks - 1
     runs = [(hops, forward[0]), (1, 1), (hops, forward[1]), (1, loss), (hops, backward[0]), (1, turn), (hops, backward[1])]
-    return Block.of(name, Placement.vee(ranks), 6, path_slots(0, *runs))
+    return Block.from_paths(name, Placement.vee(ranks), 6, path_slots(0, *runs))
 
 
 def one_f_one_b_v_block(ranks: int) -> Block:
@@ -76,7 +76,7 @@ def one_f_one_b_v_block(ranks: int) -> Block:
     turn = 4 if ranks % 3 == 0 else 1
     gaps = [2 + 3 * ((k + 1 - ranks) % 3 == 0) for k in range(1, 2 * ranks)]
     slots = list(accumulate([*([1] * (2 * ranks - 1)), turn, *gaps], initial=0))
-    return Block.of("1f1b-v", Placement.vee(ranks), 6, slots, split=False)
+    return Block.from_paths("1f1b-v", Placement.vee(ranks), 6, slots, split=False)
 
 
 def two_thirds_block(ranks: int) -> Block:
@@ -86,7 +86,7 @@ def two_thirds_block(ranks: int) -> Block:
     """
     apart, turn = (4, 3) if ranks % 3 == 0 else (2, 1)
     pair = (path_slots(first, (ranks - 1, 1), (1, loss), (ranks - 1, 1)) for first, loss in ((0, turn), (apart, 1)))
-    return Block.of("two-thirds", Placement.linear(ranks), 6, *pair)
+    return Block.from_paths("two-thirds", Placement.linear(ranks), 6, *pair)
 
 
 def interleaved_uniform_block(ranks: int, stages_per_rank: int = 2) -> Block:
@@ -96,7 +96,9 @@ def interleaved_uniform_block(ranks: int, stages_per_rank: int = 2) -> Block:
     backward_gap = next(gap for gap in range(2, 9 * v) if _spreads(2 * (ranks - 1) + gap, v))
     forward = [(ranks - 1, 1), *[(1, forward_gap), (ranks - 1, 1)] * (v - 1)]
     backward = [(ranks - 1, 2), *[(1, backward_gap), (ranks - 1, 2)] * (v - 1)]
-    return Block.of("interleaved-uniform", Placement.looped(ranks, v), 3 * v, path_slots(0, *forward, (1, 1), *backward), split=False)
+    return Block.from_paths(
+        "interleaved-uniform", Placement.looped(ranks, v), 3 * v, path_slots(0, *forward, (1, 1), *backward), split=False
+    )
 
 
 def _spreads(turn: int, count: int) -> bool:

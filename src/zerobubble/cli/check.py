@@ -65,7 +65,7 @@ def check(ctx: click.Context, name: str, shape: Shape, replicas: int, as_json: b
     schedule = given.schedule
     faults = schedule_faults(schedule)
     is_examined = not faults and sum(map(len, schedule.rows)) <= MOST_RECOGNIZED
-    known, nccl = (recognize(schedule), OverNccl.of(schedule, replicas)) if is_examined else (None, None)
+    known, nccl = (recognize(schedule), OverNccl.from_schedule(schedule, replicas)) if is_examined else (None, None)
     if as_json:
         click.echo(json.dumps(_as_dict(schedule, faults, known, nccl), indent=2))
     else:
@@ -93,7 +93,7 @@ class OverNccl:
     bytes: int
 
     @classmethod
-    def of(cls, schedule: Schedule, replicas: int) -> OverNccl:
+    def from_schedule(cls, schedule: Schedule, replicas: int) -> OverNccl:
         """Plays the schedule of a pipeline with `replicas` replicas."""
         program = lower(schedule)
         used = communicators_of(channel for _, _, channel, _ in program.channels())

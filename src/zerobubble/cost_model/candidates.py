@@ -109,7 +109,7 @@ def candidates(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> 
             setting = replace(base, tp=tp, cp=cp, ep=ep, dp=ep, microbatch=microbatch, recompute=recompute)
         except InputError:  # incompatible shapes
             continue
-        parts = Parts.of(setting, kernels)
+        parts = Parts.from_setting(setting, kernels)
         for pp in _divisors(gpus // (tp * cp), base.model.layers):
             replicas = gpus // (tp * cp * pp)
             if batch % (replicas * microbatch) == 0 and tp * cp * replicas % ep == 0:

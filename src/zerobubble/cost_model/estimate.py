@@ -240,7 +240,7 @@ def transformer(
         gather_keys=gather_keys,
     )
     counts = _layers_of_stages(setting, layers)
-    return estimate_of(setting, efficiency, Parts.of(setting, Kernels(setting.gpu, efficiency)), counts)
+    return estimate_of(setting, efficiency, Parts.from_setting(setting, Kernels(setting.gpu, efficiency)), counts)
 
 
 def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: tuple[float, ...]) -> Estimate:
@@ -266,7 +266,7 @@ def layers_of(
     With `inside_blocks`, the two halves of a layer are parts of its block.
     """
     kernels = Kernels(setting.gpu, efficiency)
-    parts, vocabulary = Parts.of(setting, kernels), parameters_of(setting, 0, 0, 1)
+    parts, vocabulary = Parts.from_setting(setting, kernels), parameters_of(setting, 0, 0, 1)
     whole, inside = (round(NS * message_seconds(setting, kernels, is_inside)) for is_inside in (False, True))
 
     def transformer_layers() -> Iterator[Layer]:

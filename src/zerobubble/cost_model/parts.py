@@ -85,7 +85,7 @@ class Halves(NamedTuple):
     mlp: Part
 
     @classmethod
-    def of(cls, setting: Setting, kernels: Kernels, routed: bool) -> Halves:
+    def from_setting(cls, setting: Setting, kernels: Kernels, routed: bool) -> Halves:
         """Returns the layer of `setting`, with or without routed experts."""
         attention, mlp = attention_part(setting, kernels), mlp_part(setting, kernels, routed)
         return cls(attention.plus(mlp)._replace(saved=layer_saved(setting, routed)), attention, mlp)
@@ -103,11 +103,11 @@ class Parts:
     head: Part
 
     @classmethod
-    def of(cls, setting: Setting, kernels: Kernels) -> Parts:
+    def from_setting(cls, setting: Setting, kernels: Kernels) -> Parts:
         """Returns the parts of the model of `setting`."""
         embedding = Part(embedding_times(setting, kernels), embedding_saved(setting), 0.0)
         first, others = setting.model.dense_layers, setting.model.layers - setting.model.dense_layers
-        halves = [(Halves.of(setting, kernels, routed),) * count for routed, count in ((False, first), (True, others)) if count]
+        halves = [(Halves.from_setting(setting, kernels, routed),) * count for routed, count in ((False, first), (True, others)) if count]
         head = Part(head_times(setting, kernels), head_saved(setting), head_pending(setting))
         return cls(embedding, tuple(chain.from_iterable(halves)), head)
 

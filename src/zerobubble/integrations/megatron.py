@@ -59,7 +59,7 @@ class _Batches:
         self._source = source
         self._drawn: dict[int, list[Any]] = {}
 
-    def of(self, microbatch: int) -> Iterator[Any] | None:
+    def iterator(self, microbatch: int) -> Iterator[Any] | None:
         """Returns the iterator that the user's forward step gets for a microbatch."""
         if self._source is None:
             return None
@@ -118,7 +118,7 @@ class _Stage(nn.Module):
         stored: list[Any] = []
         output, num_tokens = schedules.forward_step(
             call.forward_step_func,
-            self._batches.of(microbatch),
+            self._batches.iterator(microbatch),
             self.chunk,
             call.num_microbatches,
             None if self._is_first else x,

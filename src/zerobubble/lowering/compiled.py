@@ -38,7 +38,7 @@ class Compiled(Displayed):
 
     @classmethod
     @garbage_collection_paused()
-    def of(cls, schedule: Schedule, prefetch: int = PREFETCH) -> Compiled:
+    def from_schedule(cls, schedule: Schedule, prefetch: int = PREFETCH) -> Compiled:
         """Compile `schedule`, with receives posted `prefetch` messages ahead.
 
         Raises `ScheduleError` with every fault if the schedule is not legal.

@@ -62,7 +62,7 @@ class ModelSplit:
         *,
         inside_blocks: bool = False,
     ) -> None:
-        self._source = ModelSource.of(source)
+        self._source = ModelSource.from_given(source)
         self._units = find_units(self._model)
         self._blocks = self._units.layers
         self._arguments = self._looked_at_with(example)

@@ -171,7 +171,7 @@ def cut_layers(
     """
     made = fitting_cut(layers, placement, limits, held, speeds)
     if made is None:
-        loads = Loads.of(layers)
+        loads = Loads.from_layers(layers)
         even = _cuts(bytes_as_time(loads), placement, [Capacity(None, ())] * placement.num_ranks, 0)
         assert even is not None, "without limits any cuts do"
         raise InputError(shortage_text(loads, placement.routes[0], capacities_of(placement, limits, held), even[0]))
@@ -184,7 +184,7 @@ def quick_cuts(layers: Sequence[Layer], placement: Placement) -> Cuts:
     Raises `InputError` for fewer layers than stages, and for a placement of several routes.
     """
     _require_fit(layers, placement, None, 1)
-    loads, home = Loads.of(layers), placement.routes[0]
+    loads, home = Loads.from_layers(layers), placement.routes[0]
     anything = [Capacity(None, ())] * placement.num_ranks
     return min(descend(loads, home, anything, start) for start in _even_cuts(loads, [1.0] * len(home)))[1]
 
@@ -205,7 +205,7 @@ def fitting_cut(
     known = as_speeds(speeds, placement.num_ranks)
     bound = cut_bound(layers, placement, known)
     start = None if relaxed is None else relaxed.cuts
-    found = _cuts(Loads.of(layers, known), placement, capacities_of(placement, limits, held, known), bound.time, start)
+    found = _cuts(Loads.from_layers(layers, known), placement, capacities_of(placement, limits, held, known), bound.time, start)
     if found is None:
         return None
     cuts, is_best = found

@@ -38,7 +38,7 @@ class Loads:
     at_speeds: Mapping[float, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], speeds: Speeds = ()) -> Loads:
+    def from_layers(cls, layers: Sequence[Layer], speeds: Speeds = ()) -> Loads:
         """Returns the loads of `layers` for ranks of these speeds."""
         columns = ("time", "parameters_bytes", "held_after_f", "held_after_b")
         time, parameters, saved, pending = ([0, *accumulate(getattr(layer, column) for layer in layers)] for column in columns)

@@ -46,7 +46,7 @@ class PlanProgress(NamedTuple):
     how: str
 
     @classmethod
-    def of(cls, placement: str, problem: Problem, time: int, bound: int, how: str) -> PlanProgress:
+    def for_problem(cls, placement: str, problem: Problem, time: int, bound: int, how: str) -> PlanProgress:
         """The progress of a search whose best schedule for `problem` takes `time`, with `bound` as its lower bound, both in ns."""
         return cls(placement, problem.bubble(time), time / bound - 1 if bound else 0.0, how)
 
@@ -347,7 +347,7 @@ def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed:
 
 
 def _plan_progress(attempt: Attempt, progress: Progress) -> PlanProgress:
-    return PlanProgress.of(attempt.name, attempt.plan.problem, progress.time_ns, progress.bound, progress.how)
+    return PlanProgress.for_problem(attempt.name, attempt.plan.problem, progress.time_ns, progress.bound, progress.how)
 
 
 def shorter(one: Plan, other: Plan) -> Plan:

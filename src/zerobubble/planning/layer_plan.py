@@ -251,7 +251,7 @@ def show_cuts(plans: Sequence[Plan], name: str, progress: ProgressCallback | Non
     if progress is not None:
         best, cuts = min(plans, key=lambda plan: plan.time or 0), {plan.cut.cuts for plan in plans if plan.cut}
         how = f"the best of {counted(len(cuts), 'cut')} of the layers"
-        progress(PlanProgress.of(name, best.problem, best.time or 0, best.bound.time, how))
+        progress(PlanProgress.for_problem(name, best.problem, best.time or 0, best.bound.time, how))
 
 
 def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, Problem], tuple[str, ...]]:

@@ -195,7 +195,9 @@ def _show(found: Sequence[_OffloadedOrder], bound: Bound, progress: ProgressCall
     """Call `progress` with the best of what is found so far."""
     best = min(found, key=lambda offloaded: offloaded.sort_key)
     problem, moved = best.order.problem, sum(len(rank.offloads) for rank in best.offloads)
-    progress(PlanProgress.of(problem.placement.name, problem, best.time, bound.time, f"{best.order.how}, {counted(moved, 'offload')}"))
+    progress(
+        PlanProgress.for_problem(problem.placement.name, problem, best.time, bound.time, f"{best.order.how}, {counted(moved, 'offload')}")
+    )
 
 
 def _all_of(problem: Problem) -> Limits:

@@ -387,8 +387,8 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
         refuse_unusable(options, stages.device)
     offloads = offloads_in(options, schedule)
     # These raise if the schedule or a level cannot run. All ranks should learn that now, not after they are connected.
-    stages.of(schedule)
-    compiled = Compiled.of(schedule)
+    stages.for_schedule(schedule)
+    compiled = Compiled.from_schedule(schedule)
     choosing = stages.levels_that_choose()
     known = build.tied(schedule.num_stages) if isinstance(build, KnowsTied) else ()
     if not isinstance(build, KnowsTied) and not options.tied:

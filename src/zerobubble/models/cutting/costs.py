@@ -109,7 +109,7 @@ def _estimate(unit: nn.Module, called: CallRecord, flows_back: bool, known: Resu
     """Estimates a call of a unit, or returns the estimate of an equivalent one."""
     name, given = called.call.unit, called.given
     key = (flows_back, called.flops, *map(_kind, called.form.leaves), repr(given.structure), *map(_kind, given.leaves))
-    found = known.of(name, key)
+    found = known.find(name, key)
     if found is None:
         on_meta = _on_meta(unit)
         found, read = known.run(on_meta, lambda: _run_or_guess(on_meta, called, flows_back))

@@ -32,7 +32,7 @@ class ModelSource:
         """The model to cut, with the same parameters."""
 
     @classmethod
-    def of(cls, given: nn.Module | Callable[[], nn.Module] | ModelFactory) -> ModelSource:
+    def from_given(cls, given: nn.Module | Callable[[], nn.Module] | ModelFactory) -> ModelSource:
         """Raises `InputError` for models that cannot be cut regardless of their code, and for one without values."""
         source = cls(given if isinstance(given, (nn.Module, ModelFactory)) else ModelFactory(given))
         refuse_unfit(source.model)
@@ -58,7 +58,7 @@ class ModelSource:
 
     def traced(self, arguments: Arguments, num_stages: int) -> ModelSource:
         """Returns the model traced into operations, for `num_stages` stages; raises `InputError` if that is impossible."""
-        return ModelSource(self._given, Trace.of(self.untraced, arguments, num_stages))
+        return ModelSource(self._given, Trace.from_model(self.untraced, arguments, num_stages))
 
     def facts(self, about: dict[str, str]) -> ModelFacts:
         """Returns the facts that all ranks must share: `about` the cut, the model, its parameters, and their values."""

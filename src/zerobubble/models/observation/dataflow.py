@@ -50,7 +50,7 @@ class OutputForm(NamedTuple):
     structure: pytree.TreeSpec
 
     @classmethod
-    def of(cls, output: Any) -> OutputForm:
+    def from_output(cls, output: Any) -> OutputForm:
         """Returns the form of `output`, whose tensors are on the meta device."""
         leaves, structure = pytree.tree_flatten(output)
         return cls(tuple(leaves), structure)

@@ -71,7 +71,7 @@ class ResultCache(Generic[Found]):
         self.lock = threading.RLock()
         """Held while a unit runs, because the unit itself is patched to record reads."""
 
-    def of(self, name: str, key: Hashable) -> Found | None:
+    def find(self, name: str, key: Hashable) -> Found | None:
         """Returns the cached result for unit `name` and this key."""
         own = self._alike.values.get(name, frozenset())
         return next((found for values, found in self._found.get(key, ()) if values <= own), None)

@@ -36,7 +36,7 @@ class Opened(NamedTuple):
     given: tuple[tuple[Any, ...], dict[str, Any]]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opened:
+    def from_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opened:
         """Flattens the arguments of a call."""
         inside = (tuple(map(_opened, args)), {name: _opened(value) for name, value in kwargs.items()})
         return cls(*pytree.tree_flatten(inside), (args, kwargs))

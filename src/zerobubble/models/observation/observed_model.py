@@ -167,7 +167,7 @@ class _Observed:
         self._mark(name, seen)
         self.checkpoints.note(name)
         self.written.update((name, buffer) for buffer in seen.written)
-        arguments = Opened.of(args, kwargs)
+        arguments = Opened.from_call(args, kwargs)
         for changed in seen.changed:
             self._tracker.was_changed(arguments.leaves[changed], name)
         output, recorded, put = placeholder(seen.form, device_of(args, kwargs), writable=True)
@@ -176,7 +176,7 @@ class _Observed:
             self._tracker.come_from(tensor, frozenset({call}))
         with _disable_current_modes():
             on_meta = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
-            given = OutputForm.of(arguments.closed(on_meta))
+            given = OutputForm.from_output(arguments.closed(on_meta))
         self._calls[call] = (sources, given, seen, [self._tracker.note(tensor) for tensor in tensors])
         self._recorder.append(recorded)
         put_into(mappings_in(args, kwargs), put)

@@ -73,7 +73,7 @@ class ShapeOnlyUnit:
 
         Raises `InputError` for a unit that cannot run without its weights, and for one that stores tensors elsewhere than in its output.
         """
-        given = Opened.of(args, kwargs)
+        given = Opened.from_call(args, kwargs)
         key = (training, repr(given.structure), recording_state(), *map(_shape_of, given.leaves))
         if key in self._by_numbers:
             key += tuple(map(_integers, given.leaves))
@@ -87,7 +87,7 @@ class ShapeOnlyUnit:
         """Returns the effect of the unit or of an equivalent one. Recording hooks and values of arguments are not compared."""
         is_shared = not recording_state() and key not in self._by_numbers
         with self._shared.lock:
-            found = self._shared.of(self.name, key) if is_shared else None
+            found = self._shared.find(self.name, key) if is_shared else None
             if found is None:
                 self.unit.train(training)
                 with _disable_current_modes(), torch.no_grad(), _named_in_errors(self.name):
@@ -160,7 +160,7 @@ class ShapeOnlyUnit:
             tried.append(made)
             output = unit(*args, **kwargs)
         _refuse_unfit(self.name, output, reads_numbers=made.reads_numbers)
-        form = OutputForm.of(pytree.tree_map_only(Tensor, _meta, (output, recorded, taken_out(held, mappings))))
+        form = OutputForm.from_output(pytree.tree_map_only(Tensor, _meta, (output, recorded, taken_out(held, mappings))))
         del output
         recorded.clear()
         refuse_left(self.name, made.left_outside_of(unit), args, kwargs)

@@ -162,7 +162,7 @@ class _Boundaries:
         self._has_hooks: frozenset[str] = frozenset()
         self._called_as_modules: set[str] = set()
 
-    def of(self, model: nn.Module, current: _Current, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
+    def crossings(self, model: nn.Module, current: _Current, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
         """Returns what crosses the boundaries in a forward with these arguments of the model."""
         flow = self._observed.flow(args, kwargs, training=model.training)
         self._record(model, current)
@@ -210,7 +210,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
         else:
             refuse_sums(kwargs)
             kwargs = without_cache(self, kwargs)
-        crossing = boundaries.of(self, current, args, kwargs)
+        crossing = boundaries.crossings(self, current, args, kwargs)
         if stage == 0 and crossing.shares_draws:
             seed = drawn_seed()
         original = (args, kwargs)
@@ -240,7 +240,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
             args, kwargs, *_ = _unpacked(stage, kwargs)
         else:
             kwargs = without_cache(self, kwargs)
-        if boundaries.of(self, current, args, kwargs).shares_draws:
+        if boundaries.crossings(self, current, args, kwargs).shares_draws:
             raise InputError(
                 "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, "
                 "but a traced stage cannot share random numbers",

@@ -94,14 +94,14 @@ def policies_from_coarse(state: SearchState, problem: Problem, share: float) -> 
     leads = (NEVER, NEVER, NEVER, AS_1F1B)
     plain = np.array([full_speed_policy(legs, allowance, lead) for lead in leads for allowance in (1.0, NEVER)])
     grouped = grouped_policies(legs)
-    pool = PolicyPool.of(np.concatenate([plain, grouped]))
+    pool = PolicyPool.from_policies(np.concatenate([plain, grouped]))
     levels = coarse_problems(problem)
     for level, small in enumerate(levels):
         budget = _budget_until(state.budget, share * (level + 1) / len(levels))
         best = _search_level(tables_of(small, joins=state.tables.joins), small.bound().time, pool, budget, is_coarsest=level == 0)
         state.budget.used += budget.used
         wider = [best] if small.placement.num_ranks == problem.placement.num_ranks else [best, for_twice_the_ranks(best)]
-        pool = PolicyPool.of(np.concatenate([*wider, grouped]))  # the next level shows which of them are better
+        pool = PolicyPool.from_policies(np.concatenate([*wider, grouped]))  # the next level shows which of them are better
     return pool
 
 

@@ -93,7 +93,7 @@ def compile_all(problem: Problem) -> None:
     """Calls every kernel once, which compiles or loads it."""
     state = SearchState(tables_of(problem), 0, BudgetMeter(0.0, 1 << 62), lambda time, how: None)
     seed_random(0)
-    pool = PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0, AS_1F1B)[None])
+    pool = PolicyPool.from_policies(full_speed_policy(num_legs(state.tables), 1.0, AS_1F1B)[None])
     state.improve_policies(pool, 2)
     state.anneal_order(state.improve_due_dates(pool.policies[0], 1), 1, 1.0)
     sharper_bound(problem, Bound(0, "no time is negative"))
@@ -114,7 +114,7 @@ def _first_order(state: SearchState) -> None:
     fresh = RANDOM_POLICIES if state.tables.size <= LARGE else 0
     legs = num_legs(state.tables)
     start = grouped_policy(legs, 0.5) if legs > MOST_UNGROUPED else full_speed_policy(legs, NEVER, AS_1F1B)
-    state.improve_policies(PolicyPool.of(start[None]), max(1, fresh), fresh)
+    state.improve_policies(PolicyPool.from_policies(start[None]), max(1, fresh), fresh)
     if state.order is None:
         state.offer(serial_order(state), "one microbatch after the other")
 

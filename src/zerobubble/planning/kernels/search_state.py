@@ -58,7 +58,7 @@ class PolicyPool:
     costs: Floats
 
     @classmethod
-    def of(cls, policies: Floats) -> PolicyPool:
+    def from_policies(cls, policies: Floats) -> PolicyPool:
         return cls(policies, np.full(len(policies), np.nan))
 
     def best(self, count: int) -> PolicyPool:

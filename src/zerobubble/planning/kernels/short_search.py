@@ -55,7 +55,7 @@ def search_shortly(state: SearchState, problem: Problem) -> None:
     plain = np.array([full_speed_policy(legs, allowance, lead) for lead in (NEVER, AS_1F1B) for allowance in (1.0, NEVER)])
     plain = np.concatenate([plain, grouped_policies(legs)])
     if not state.done or state.order is None:
-        state.improve_policies(PolicyPool.of(plain), len(plain) + tries, tries // 2)
+        state.improve_policies(PolicyPool.from_policies(plain), len(plain) + tries, tries // 2)
     width = int(min(OF_BEAM * evaluations, MOST_PLACED / state.tables.size) / PER_WIDTH)
     if not state.done and width >= NARROW and problem.recomputation is None and not state.tables.joins:
         made, placed = beam_search(problem, width)

@@ -122,7 +122,7 @@ def _blocks(placement: Placement, memory: int) -> Iterator[Block]:
     for choices in (_gap_per_segment, _gap_per_direction):
         for path in islice(_Paths(placement, interval, memory, choices), MAX_PATHS):
             with suppress(InputError):
-                yield Block.of("adaptive", placement, interval, path)
+                yield Block.from_paths("adaptive", placement, interval, path)
 
 
 Choices = Callable[[list[Segment]], Iterable[tuple[Gaps, ...]]]

@@ -143,7 +143,7 @@ class _PlannedTensor(NamedTuple):
     size: torch.Size
 
     @classmethod
-    def of(cls, item: WriteItem) -> _PlannedTensor:
+    def from_item(cls, item: WriteItem) -> _PlannedTensor:
         """Returns the plain form of `item`; a checkpoint holds tensors only."""
         index, data = item.index, item.tensor_data
         assert data is not None, f"{index.fqn} is no tensor"
@@ -165,7 +165,7 @@ def _plan_together(
     planner.set_up_planner(dict(tensors), writer.storage_meta(), is_first)
     writer.set_up_storage_writer(is_first)
     mine = writer.prepare_local_plan(planner.create_local_plan())
-    of_ranks = ranks.gather([_PlannedTensor.of(item) for item in mine.items], "planning who writes what of a checkpoint")
+    of_ranks = ranks.gather([_PlannedTensor.from_item(item) for item in mine.items], "planning who writes what of a checkpoint")
     plans, metadata = planner.create_global_plan([_plan_of(planned) for planned in of_ranks])
     return planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank]), metadata
 

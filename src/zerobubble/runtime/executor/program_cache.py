@@ -216,7 +216,7 @@ class ProgramCache:
                 played=played.num_microbatches,
                 remedy="divide it in the same way",
             )
-        return Compiled.of(schedule, self._played.prefetch)
+        return Compiled.from_schedule(schedule, self._played.prefetch)
 
     def offloads_of(self, schedule: Schedule) -> Sequence[RankOffloads] | None:
         """Returns what each rank offloads in `schedule`; None if nothing."""
@@ -248,11 +248,11 @@ class ProgramCache:
         `fuses_backward` each backward is a BW. After an error the program is kept, so that `close` can free what it has in flight.
         """
         schedule = one_by_one(self.now.schedule, recomputes_all=level is not None, algorithm=algorithm, fuses_backward=fuses_backward)
-        stages = self._stages.of(schedule, level)
+        stages = self._stages.for_schedule(schedule, level)
         handshake = StepHandshake(schedule, self._peers)
         if self._trial is not None:  # left by a profile that was refused
             self._trial.close()
-        compiled = Compiled.of(schedule)
+        compiled = Compiled.from_schedule(schedule)
         trial = Executor(compiled.program, stages, self._peers, handshake, self._pace, gathered_bytes=self._gathered_bytes)
         self._trial = trial
         yield ReadyProgram(compiled, stages, trial, handshake, lambda: trial)
@@ -275,7 +275,7 @@ class ProgramCache:
     def _make_ready(self, compiled: Compiled, like: ReadyProgram | None = None) -> ReadyProgram:
         """Prepares the program. `like` gives its stages to a program for one step, which is not proved to be sound."""
         schedule = compiled.schedule
-        stages = self._stages.of(schedule) if like is None else like.stages
+        stages = self._stages.for_schedule(schedule) if like is None else like.stages
         forward_only = schedule.forward_only()
         forward_handshake = StepHandshake(forward_only, self._peers) if like is None else like.forward_handshake
         make_infer = partial(self._infer, forward_only, stages, forward_handshake)
@@ -290,7 +290,9 @@ class ProgramCache:
         return ReadyProgram(compiled, stages, train, forward_handshake, make_infer)
 
     def _infer(self, schedule: Schedule, stages: dict[int, Stage], forward_handshake: StepHandshake) -> Executor:
-        return Executor(Compiled.of(schedule).program, stages, self._peers, forward_handshake, None, gathered_bytes=self._gathered_bytes)
+        return Executor(
+            Compiled.from_schedule(schedule).program, stages, self._peers, forward_handshake, None, gathered_bytes=self._gathered_bytes
+        )
 
     def _with_rollback(self, program: Program, *, proven: bool = True) -> tuple[Program, RollbackPoint | None]:
         """Returns the program that trains, and the point at which this rank's row can start over, if it must be able to."""
@@ -313,7 +315,7 @@ def _unproven(played: Schedule, passes: tuple[int, ...], prefetch: int) -> Compi
 
 def compiled_for(schedule: Schedule, costs: Costs) -> Compiled:
     """Compiles `schedule`, with receives posted one message earlier than its costs require."""
-    return Compiled.of(schedule, 1 + prefetch_depth(schedule, costs))
+    return Compiled.from_schedule(schedule, 1 + prefetch_depth(schedule, costs))
 
 
 def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:
@@ -351,5 +353,5 @@ def every_channel(compiled: Compiled) -> list[Channel]:
     placement = compiled.schedule.placement
     routes = tuple(range(len(placement.routes)))
     empty = Schedule("every route", placement, len(routes), ((),) * placement.num_ranks, routes if len(routes) > 1 else ())
-    programs = (Compiled.of(one_by_one(empty)).program, compiled.program)
+    programs = (Compiled.from_schedule(one_by_one(empty)).program, compiled.program)
     return sorted({channel for program in programs for _, _, channel, _ in program.channels()})

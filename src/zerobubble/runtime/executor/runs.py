@@ -133,7 +133,7 @@ def _softmax_and_input_gradient(task: Task) -> dict[ValueKind, Tensors]:
 @runs("weight gradient of the head")
 def _weight_gradient_of_head(task: Task) -> dict[ValueKind, Tensors]:
     head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_WORK)
-    head.correct(found, Correction.of([sums for (sums,) in task.inputs]), task.part)
+    head.correct(found, Correction.from_sums([sums for (sums,) in task.inputs]), task.part)
     head.add_weight_gradients(found)
     return {}
 
@@ -147,7 +147,7 @@ def _softmax_alone(task: Task) -> dict[ValueKind, Tensors]:
 @runs("backward of the head")
 def _backward_of_head(task: Task) -> dict[ValueKind, Tensors]:
     head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_LOGITS)
-    head.correct(found, Correction.of([sums for (sums,) in task.inputs]), task.part)
+    head.correct(found, Correction.from_sums([sums for (sums,) in task.inputs]), task.part)
     given = head.gradient(found)
     head.add_weight_gradients(found)
     return {ValueKind.GRADIENT_PART: given}

@@ -75,7 +75,7 @@ def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradient
     found: dict[nn.Parameter, float] = {}
     dtypes: dict[int, torch.dtype] = {}
     for stage, parameters in parts.items():
-        there = [(parameter, gradient.detach()) for parameter in parameters if (gradient := gradients.of(parameter)) is not None]
+        there = [(parameter, gradient.detach()) for parameter in parameters if (gradient := gradients.get(parameter)) is not None]
         if there:
             norms = torch.stack([_norm(gradient, norm_type, in_parts=sharded.is_sharded(parameter)) for parameter, gradient in there]).cpu()
             dtypes[stage] = norms.dtype
@@ -197,7 +197,7 @@ def _listed(names: list[str], most: int = 3) -> str:
 def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gradients: Gradients) -> None:
     """Scales gradients as `torch.nn.utils.clip_grads_with_norm_` does, in `.grad` or `main_grad`, and the local part of sharded ones."""
     held = list(parameters)
-    found = [(parameter, gradient) for parameter in held if (gradient := gradients.of(parameter)) is not None]
+    found = [(parameter, gradient) for parameter in held if (gradient := gradients.get(parameter)) is not None]
     sharded = {parameter for parameter, gradient in found if local_part(gradient) is not gradient}
     if gradients.dtype is None:
         torch.nn.utils.clip_grads_with_norm_([parameter for parameter in held if parameter not in sharded], max_norm, total)

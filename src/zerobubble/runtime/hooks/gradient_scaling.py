@@ -78,7 +78,7 @@ def set_found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer], device: t
 
 def _sums(pipeline: AttachedPipeline) -> list[Tensor]:
     """Returns the gradients in `main_grad` of this rank."""
-    return [total for parameter in pipeline.parameters() if (total := pipeline.gradients.of(parameter)) is not None]
+    return [total for parameter in pipeline.parameters() if (total := pipeline.gradients.get(parameter)) is not None]
 
 
 def _found_on_any(pipeline: AttachedPipeline, scaler: GradScaler, *, is_found: bool) -> bool:

@@ -47,7 +47,7 @@ class EarlierGradients(StepHook):
         """Sets the gradients aside."""
         self._kept = {}
         for parameter in trained(self._modules):
-            gradient = self._gradients.of(parameter)
+            gradient = self._gradients.get(parameter)
             if gradient is not None:
                 self._kept[parameter] = gradient
                 self._gradients.put(parameter, None)
@@ -55,7 +55,7 @@ class EarlierGradients(StepHook):
     def give_back(self) -> None:
         """Adds them to the gradients of the step."""
         for parameter, before in self._kept.items():
-            more = self._gradients.of(parameter)
+            more = self._gradients.get(parameter)
             self._gradients.put(parameter, before if more is None else before.add_(more))
         self._kept = {}
 
@@ -189,7 +189,7 @@ class Replicas(StepHook):
     def _start(self, stage: int, buckets: Iterable[_Bucket]) -> None:
         for dimensions, parameters in buckets:
             for parameter in parameters:
-                if _is_sparse(self._gradients.of(parameter)):
+                if _is_sparse(self._gradients.get(parameter)):
                     raise InputError(_SPARSE, parameter=self._name_of(stage, parameter), remedy="make its layer with sparse=False")
             work = self._sums[dimensions].start(partial(self._gather, parameters), partial(self._scatter, parameters))
             self._under_way.append(_Sum(stage, work, self._peers[dimensions]))
@@ -210,13 +210,13 @@ class Replicas(StepHook):
         return f"parameter {name!r} of stage {holder}"
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return _flat(parameters, [self._gradients.of(parameter) for parameter in parameters], self._gradients.dtype)
+        return _flat(parameters, [self._gradients.get(parameter) for parameter in parameters], self._gradients.dtype)
 
     def _scatter(self, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
         sizes = [local_part(parameter).numel() for parameter in parameters]
         *sums, there = torch.split(flat, [*sizes, len(sizes)])
         for parameter, total, is_there in zip(parameters, sums, there.tolist(), strict=True):
-            gradient = self._gradients.of(parameter)
+            gradient = self._gradients.get(parameter)
             if gradient is not None:
                 local = local_part(gradient)
                 local.copy_(total.view(local.shape))

@@ -32,7 +32,7 @@ class ScaledGradients(StepHook):
     def on_step_end(self, step: TrainingStep) -> None:
         """Divides the sums, and adds the gradients of earlier steps."""
         for parameter in self._trained:
-            gradient = self._gradients.of(parameter)
+            gradient = self._gradients.get(parameter)
             if gradient is not None:
                 local_part(gradient).div_(step.divisor)
         self.earlier.give_back()

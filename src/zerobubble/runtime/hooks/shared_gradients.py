@@ -175,7 +175,7 @@ class SharedGradients(StepHook):
         self._refuse_other_parameters()
         self._buffers.look()
         for parameter in dict.fromkeys(self._parameters.values()):
-            self._earlier[parameter] = self._gradients.of(parameter)
+            self._earlier[parameter] = self._gradients.get(parameter)
             self._gradients.put(parameter, None)
         self._unfinished = set(self._stages)
         self._unsent = list(self._sums)
@@ -214,7 +214,7 @@ class SharedGradients(StepHook):
             group_sum.finish()
         for parameter, before in self._earlier.items():
             if before is not None:
-                more = self._gradients.of(parameter)
+                more = self._gradients.get(parameter)
                 self._gradients.put(parameter, before if more is None else before.add_(more))
         self._earlier.clear()
 
@@ -245,7 +245,7 @@ class _GroupSum:
 
     def send(self) -> None:
         """Starts sending to every other rank which gradients exist, and then these."""
-        self._own = [self._as_added(_total([self._gradients.of(parameter) for parameter in held])) for held in self._held]
+        self._own = [self._as_added(_total([self._gradients.get(parameter) for parameter in held])) for held in self._held]
         present = GradientFlags(tuple(gradient is not None for gradient in self._own))
         for other in self._others:
             self._sends.append(self._peers.send_control(present, other))

@@ -298,7 +298,7 @@ class Mailbox:
     def _as_payload(self, value: Value, tensors: Tensors) -> Tensors:
         """Returns the tensors of an activation in the structure that the sender had."""
         structure = self._known.structures.get(value)
-        return tensors if structure is None else Payload.of(tensors, structure)
+        return tensors if structure is None else Payload.from_tensors(tensors, structure)
 
     def _may_lack(self, source: int, destination: int) -> bool:
         """Whether gradients from `source` that go over lines begin with a tensor that says which of them are present."""

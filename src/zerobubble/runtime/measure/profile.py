@@ -89,7 +89,7 @@ def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gra
     Inside, gradients start from nothing. Parameters need no copy, because passes only read them.
     """
     parts = [part for module in modules for part in module.modules()]
-    gradients = {parameter: (parameter.grad, sums.of(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
+    gradients = {parameter: (parameter.grad, sums.get(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
     buffers = [(part, buffers_of(part)) for part in parts]
     contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
     with generators_restored([device] if interface(device).has_generator else []):

@@ -148,13 +148,13 @@ class PendingWeights:
         """Adds the gradients to `gradients`. Raises `InputError` if a tensor that W reads was changed in place after B."""
         for tensor, version in zip(self.kept, self._versions, strict=True):
             refuse_changed(tensor, version)
-        has_first = any(gradients.of(parameter) is None for parameter in self._parameters)
+        has_first = any(gradients.get(parameter) is None for parameter in self._parameters)
         in_use = addresses_of(self.kept) if has_first else set()
         found = self._w(self.kept)
         if has_first and isinstance(self._w, CapturedPart):
             in_use |= addresses_of(found)  # its results are in static memory, which the next W overwrites
         for parameter, gradient in zip(self._parameters, found, strict=True):
-            is_first = gradients.of(parameter) is None
+            is_first = gradients.get(parameter) is None
             gradients.add(parameter, _own_tensor(parameter, gradient, in_use) if is_first else gradient)
         self._metered.clear()
 

@@ -74,7 +74,7 @@ class Correction(NamedTuple):
     losses: Tensor
 
     @classmethod
-    def of(cls, sums: Sequence[Tensor]) -> Correction:
+    def from_sums(cls, sums: Sequence[Tensor]) -> Correction:
         """Computes the correction from the sums of all parts, in order; each is (3, n): maximum, sum of exponentials, target logit."""
         largest, totals, targets = torch.stack(tuple(sums), 1).unbind()
         maximum = largest.amax(0)
@@ -212,7 +212,7 @@ def gradient_of_output(parts: Sequence[Tensors], weight: Tensor) -> tuple[Tensor
     `weight` is that of `GivenToHead`. Parts are added in a fixed order, so that results are reproducible.
     """
     with torch.no_grad():
-        correction = Correction.of([sums for sums, *_ in parts])
+        correction = Correction.from_sums([sums for sums, *_ in parts])
         total = torch.zeros_like(parts[0][1], dtype=correction.factors.dtype)
         for factor, (_, product, *separate) in zip(correction.factors, parts, strict=True):
             if separate:

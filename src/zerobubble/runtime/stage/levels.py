@@ -120,7 +120,7 @@ class RecomputeLevels:
                 example=example,
             )
 
-    def of(self, name: str, stage: int, module: nn.Module) -> RecomputedParts:
+    def parts_of(self, name: str, stage: int, module: nn.Module) -> RecomputedParts:
         """Returns what level `name` recomputes of a stage: the outermost of the submodules that it selects.
 
         Raises `InputError` for one inside a compiled module, where single calls are not visible, and for a PyTorch module that works in

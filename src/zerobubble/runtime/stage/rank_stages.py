@@ -75,7 +75,7 @@ class Stages:
         """Selects this process's current device of a `kind`, for stages without tensors in a pipeline whose other stages have some."""
         self.device = of_kind(kind)
 
-    def of(self, schedule: Schedule, level: str | None = None) -> dict[int, Stage]:
+    def for_schedule(self, schedule: Schedule, level: str | None = None) -> dict[int, Stage]:
         """Returns the stages for `schedule`; traces are shared by all schedules. R recomputes `level`, or the level of each stage.
 
         Raises `InputError` if the schedule recomputes a stage that does not support it.
@@ -91,7 +91,7 @@ class Stages:
                 fault = _recompute_fault(index, way)
                 if fault:
                     raise InputError(fault)
-                stage.recomputed = self.levels.of(level or self.levels.name_of(index), index, module)
+                stage.recomputed = self.levels.parts_of(level or self.levels.name_of(index), index, module)
             if way in TRACED:
                 self._traced[index] = stage
             stages[index] = stage
@@ -106,7 +106,7 @@ class Stages:
         return [
             name
             for name in self.levels.given
-            if any(self.levels.of(name, index, module).recomputes for index, module in self.modules.items())
+            if any(self.levels.parts_of(name, index, module).recomputes for index, module in self.modules.items())
         ]
 
     def names_of_modules(self) -> list[str]:

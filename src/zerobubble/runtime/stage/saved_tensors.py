@@ -33,7 +33,7 @@ class _Form(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
 
-    def of(self, storage: UntypedStorage) -> Tensor:
+    def tensor(self, storage: UntypedStorage) -> Tensor:
         """Returns the tensor with this geometry in `storage`."""
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
 
@@ -122,7 +122,7 @@ class _Moving:
         for reference, form in self._forms:
             one = reference()
             if one is not None:
-                one.keep(form.of(storage))
+                one.keep(form.tensor(storage))
 
 
 class KeptForAutograd:

@@ -383,7 +383,7 @@ def as_tensors(output: Any, index: int) -> Tensors:
         raise TypeError(f"stage {index} must return a tensor, or a tuple, list, dict or dataclass of tensors for the next stage, got {got}")
     tensors: list[Tensor] = []
     structure = flatten_pytree(dict(output) if isinstance(output, dict) else output, tensors, f"the output of stage {index}")
-    return Payload.of(tensors, structure)
+    return Payload.from_tensors(tensors, structure)
 
 
 def _describe_inputs(index: int, inputs: Tensors, message: str) -> str:

@@ -175,7 +175,7 @@ def as_arguments(microbatch: Any) -> Tensors:
         return tuple(microbatch)
     tensors: list[Tensor] = []
     structure = flatten_pytree(microbatch, tensors, opaque=True)
-    return Payload.of(tensors, structure)
+    return Payload.from_tensors(tensors, structure)
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:

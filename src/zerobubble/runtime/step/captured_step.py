@@ -133,7 +133,7 @@ class CapturedStep:
         except RuntimeError as error:
             raise _refusal(str(error).strip().splitlines()[0]) from error
         torch.clear_autocast_cache()
-        changed = [name for name, parameter in self._with_gradient() if self._gradients.of(parameter) is not self._sums.get(parameter)]
+        changed = [name for name, parameter in self._with_gradient() if self._gradients.get(parameter) is not self._sums.get(parameter)]
         if changed:
             raise _refusal(f"the gradient of {changed[0]} is in a tensor that other steps lack")
         self._note_losses = captured_losses()
@@ -155,7 +155,7 @@ class CapturedStep:
         self._note_losses()
 
     def _with_gradient(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, each) for name, each in self._modules.named_parameters() if self._gradients.of(each) is not None]
+        return [(name, each) for name, each in self._modules.named_parameters() if self._gradients.get(each) is not None]
 
     def _sum_like(self, name: str, parameter: nn.Parameter) -> Tensor:
         gradient = self._gradients.dense(parameter)
@@ -166,7 +166,7 @@ class CapturedStep:
     def _place_sums(self) -> None:
         """Has the step add to the sums of earlier ones, in the tensors that the graph writes."""
         for parameter, static in self._sums.items():
-            found = self._gradients.of(parameter)
+            found = self._gradients.get(parameter)
             if found is None:
                 static.zero_()
             elif found is not static:

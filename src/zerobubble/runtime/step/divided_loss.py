@@ -115,4 +115,4 @@ class DividedLoss:
                 sums.append(mine if part is None else part.softmax(all_given, None).sums)
                 peers.replicate(sums[-1], schedule.rank_of(stage, 0), doing)
             if peers.rank == last:
-                self._record_loss(microbatch, Correction.of(sums).losses)
+                self._record_loss(microbatch, Correction.from_sums(sums).losses)

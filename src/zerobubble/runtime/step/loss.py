@@ -337,7 +337,7 @@ class StepLosses:
         known = [loss for loss in self._known if loss is not None]
         values = iter(torch.stack(known).tolist() if known else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
-        following = AddedLossReport.of(self.added) if self.added else None
+        following = AddedLossReport.from_parts(self.added) if self.added else None
         num_following = 0 if following is None else len(following.numbers())
         report = LossReport(known[0].dtype if known else None, number, self._weights_hash, num_following, self.requires_grad, losses)
         self._sendings = [self._peers.send_control(report, rank) for rank in others]

@@ -63,7 +63,7 @@ class AddedLossReport:
     parts: Mapping[str, float]
 
     @classmethod
-    def of(cls, parts: Mapping[str, Tensor]) -> AddedLossReport:
+    def from_parts(cls, parts: Mapping[str, Tensor]) -> AddedLossReport:
         """Returns the report of these scalar tensors, which are read from their device at once."""
         numbers: list[float] = torch.stack([part.double() for part in parts.values()]).tolist()
         return cls(dict(zip(parts, numbers, strict=True)))

@@ -76,7 +76,7 @@ class GradientScaling:
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Notes that the gradients of `parameters` are about to be unscaled. Raises `InputError` if some already are."""
         held = set(parameters)
-        if any(self._gradients.of(one) is not None for one in held & self._unscaled):
+        if any(self._gradients.get(one) is not None for one in held & self._unscaled):
             raise InputError(
                 "gradients of the last step are already unscaled",
                 remedy="call unscale_ once after each step, with several optimizers as a list",
@@ -87,7 +87,7 @@ class GradientScaling:
         """Returns why the gradients of `parameters` cannot be used: some are still scaled. Empty if they can."""
         if self.scaler is None:
             return ""
-        found = [one for one in parameters if self._gradients.of(one) is not None]
+        found = [one for one in parameters if self._gradients.get(one) is not None]
         scaled = sum(one not in self._unscaled for one in found)
         if not scaled:
             return ""

@@ -85,7 +85,7 @@ class MicrobatchOrdering:
         if plans_passes:
             compile_joint_search()
 
-    def of(self, schedule: Schedule, microbatches: Sequence[Any]) -> MicrobatchCosts:
+    def costs_of(self, schedule: Schedule, microbatches: Sequence[Any]) -> MicrobatchCosts:
         """Returns the costs of these microbatches, what was planned ahead for them, and a function that chooses their order.
 
         Ends the search for their passes if it is still running. Raises `InputError` for costs that are not numbers above 0.

@@ -338,7 +338,7 @@ class StepRunner:
             targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
             if captured is not None:
                 batch, targets = _in_place(captured, "inputs", batch), _in_place(captured, "targets", targets)
-            costs = None if ordering is None else ordering.of(self.programs.now.schedule, batch.microbatches)
+            costs = None if ordering is None else ordering.costs_of(self.programs.now.schedule, batch.microbatches)
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
         with self._refusals.of_others(executor, outputs):
             opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, executor.trained, costs)

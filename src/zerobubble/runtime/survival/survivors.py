@@ -98,7 +98,7 @@ class Survival:
         """Begins a call, and copies the gradients if the call adds to them."""
         self._num_calls += 1
         self.has_finished_call = False
-        found = {parameter: self._gradients.of(parameter) for parameter in self._parameters if keeps_gradients}
+        found = {parameter: self._gradients.get(parameter) for parameter in self._parameters if keeps_gradients}
         self._earlier = {parameter: None if gradient is None else gradient.clone() for parameter, gradient in found.items()}
 
     def _restore_gradients(self) -> None:

@@ -30,14 +30,14 @@ class Gradients:
         self.dtype = dtype
         self._name = "grad" if dtype is None else "main_grad"
 
-    def of(self, parameter: Tensor) -> Tensor | None:
+    def get(self, parameter: Tensor) -> Tensor | None:
         """Returns the gradient summed so far, None without any."""
         found: Tensor | None = getattr(parameter, self._name, None)
         return found
 
     def dense(self, parameter: Tensor) -> Tensor | None:
         """Returns the gradient summed so far if it is a plain dense tensor, else None."""
-        found = self.of(parameter)
+        found = self.get(parameter)
         return found if type(found) is Tensor and found.layout is torch.strided else None
 
     def put(self, parameter: Tensor, gradient: Tensor | None) -> None:
@@ -46,7 +46,7 @@ class Gradients:
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
         """Adds `gradient` to the sum, which may take over its memory."""
-        so_far = self.of(parameter)
+        so_far = self.get(parameter)
         if so_far is None:
             self.put(parameter, gradient if self.dtype is None else gradient.to(self.dtype))
         elif so_far.is_sparse and not gradient.is_sparse:  # torch adds sparse to dense, but not dense to sparse
@@ -56,7 +56,7 @@ class Gradients:
 
     def add_part(self, parameter: Tensor, part: Part, gradient: Tensor) -> None:
         """Adds the `gradient` of a part of the parameter to the sum, which begins with zeros."""
-        so_far = self.of(parameter)
+        so_far = self.get(parameter)
         if so_far is None:
             so_far = torch.zeros_like(parameter, dtype=self.dtype, memory_format=torch.contiguous_format, requires_grad=False)
             self.put(parameter, so_far)

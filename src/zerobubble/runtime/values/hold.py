@@ -76,7 +76,7 @@ def _load(outputs: Tensors, hold: Hold) -> Payload:
     """Returns the message of a stage's outputs with stashed tensors and added losses appended."""
     losses = hold.losses or {}
     structure = Stashed(structure_of(outputs), tuple(hold.stashed), tuple(losses))
-    return Payload.of((*outputs, *hold.stashed.values(), *losses.values()), structure)
+    return Payload.from_tensors((*outputs, *hold.stashed.values(), *losses.values()), structure)
 
 
 def _unload(inputs: Payload, behind: Stashed, hold: Hold) -> Tensors:
@@ -85,7 +85,7 @@ def _unload(inputs: Payload, behind: Stashed, hold: Hold) -> Tensors:
     rest = iter(inputs[count:])
     hold.stashed = {name: next(rest) for name in behind.names}
     hold.losses = {name: next(rest) for name in behind.losses} or None
-    own: Tensors = inputs[:count] if behind.arguments is None else Payload.of(inputs[:count], behind.arguments, inputs.keywords)
+    own: Tensors = inputs[:count] if behind.arguments is None else Payload.from_tensors(inputs[:count], behind.arguments, inputs.keywords)
     if inputs.keywords and behind.arguments is None:
         own = with_keywords(own, inputs.keywords)
     return own

@@ -87,7 +87,7 @@ class Payload(tuple[Tensor, ...]):
     keywords: dict[str, Any]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], structure: Structure, keywords: dict[str, Any] | None = None) -> Payload:
+    def from_tensors(cls, tensors: Sequence[Tensor], structure: Structure, keywords: dict[str, Any] | None = None) -> Payload:
         """Returns the payload of this structure with these tensors."""
         payload = cls(tensors)
         payload.structure = structure
@@ -96,7 +96,7 @@ class Payload(tuple[Tensor, ...]):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Payload:
         """Returns the same pytree with other tensors."""
-        return Payload.of(tensors, self.structure, self.keywords)
+        return Payload.from_tensors(tensors, self.structure, self.keywords)
 
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns the positional and keyword arguments of the module: a dict is keyword arguments, anything else positional ones."""
@@ -121,7 +121,7 @@ def structure_of(tensors: tuple[Tensor, ...]) -> Structure:
 def with_keywords(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> Payload:
     """Returns these arguments with more keyword arguments."""
     structure = tensors.structure if isinstance(tensors, Payload) else Container(tuple, (), (None,) * len(tensors))
-    return Payload.of(tensors, structure, keywords)
+    return Payload.from_tensors(tensors, structure, keywords)
 
 
 def flatten_pytree(value: Any, tensors: list[Tensor], where: str = "", *, opaque: bool = False) -> Structure:

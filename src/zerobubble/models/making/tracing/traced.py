@@ -61,7 +61,7 @@ class Trace:
         self._plan = [(f"{_OPERATIONS}.{self._nodes[0][segment.nodes[0]].name}", segment) for segment in segments]
 
     @classmethod
-    def of(cls, model: nn.Module, arguments: Arguments, num_stages: int) -> Trace:
+    def from_model(cls, model: nn.Module, arguments: Arguments, num_stages: int) -> Trace:
         """Traces the operations of `model` into segments for `num_stages` stages. Parameters may be on the meta device.
 
         Raises `InputError` if torch cannot trace it, and if its operations in training and in evaluation differ in more than constants.

@@ -132,7 +132,7 @@ class _Walk(Expressions):
 
     def _do_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Constant):
-            self.of(node.value)
+            self.evaluate(node.value)
 
     def _do_Return(self, node: ast.Return) -> None:
         self._return(self.value(node.value) if node.value is not None else Value(Several(()), ()))
@@ -164,11 +164,11 @@ class _Walk(Expressions):
 
     def _do_AugAssign(self, node: ast.AugAssign) -> None:
         if isinstance(node.target, ast.Name):
-            old = self.of(ast.copy_location(ast.Name(node.target.id, ast.Load()), node))
-            self.assign(node.target, self.as_value(self.operate(node.op, old, self.of(node.value))))
+            old = self.evaluate(ast.copy_location(ast.Name(node.target.id, ast.Load()), node))
+            self.assign(node.target, self.as_value(self.operate(node.op, old, self.evaluate(node.value))))
             return
         place, kind = self.place_of(node.target)
-        self.write(place, kind, self.as_value(self.operate(node.op, self.read(place, kind), self.of(node.value))))
+        self.write(place, kind, self.as_value(self.operate(node.op, self.read(place, kind), self.evaluate(node.value))))
 
     def assign(self, target: ast.expr, value: Value) -> None:
         """Assigns a value to a name, to an array element, or to several of these."""
@@ -263,13 +263,13 @@ class _Walk(Expressions):
 
     def _do_For(self, node: ast.For) -> None:
         over = node.iter
-        if isinstance(over, ast.Call) and self.of(over.func) == Known(range):
+        if isinstance(over, ast.Call) and self.evaluate(over.func) == Known(range):
             bounds = [self.value(each) for each in over.args]
             step = ast.literal_eval(over.args[2]) if len(bounds) == 3 else 1
             first = bounds[0] if len(bounds) > 1 else Value(Scalar.INT, ("0",))
             self._count(node, first, bounds[min(1, len(bounds) - 1)], step, lambda at: at)
             return
-        many = self.of(over)
+        many = self.evaluate(over)
         if isinstance(many, Known) and isinstance(many.value, tuple):
             for each in many.value:
                 value = constant(each)

@@ -83,7 +83,7 @@ class Expressions(Lines):
         """The value of a name."""
         raise NotImplementedError
 
-    def of(self, node: ast.expr) -> Value | Known:
+    def evaluate(self, node: ast.expr) -> Value | Known:
         """The value of an expression."""
         method = getattr(self, f"_of_{type(node).__name__}", None)
         if method is None:
@@ -93,11 +93,11 @@ class Expressions(Lines):
 
     def value(self, node: ast.expr) -> Value:
         """The value of an expression at run time."""
-        return self.as_value(self.of(node))
+        return self.as_value(self.evaluate(node))
 
     def truth(self, node: ast.expr) -> Value | Known:
         """Whether an expression is true."""
-        return self._truth_of(self.of(node))
+        return self._truth_of(self.evaluate(node))
 
     def _truth_of(self, given: Value | Known) -> Value | Known:
         if isinstance(given, Known) or given.type is BOOL:
@@ -117,13 +117,13 @@ class Expressions(Lines):
         return Known(node.value)
 
     def _of_Tuple(self, node: ast.Tuple) -> Value | Known:
-        parts = [self.of(each) for each in node.elts]
+        parts = [self.evaluate(each) for each in node.elts]
         if all(isinstance(part, Known) for part in parts):
             return Known(tuple(part.value for part in parts if isinstance(part, Known)))
         return joined([self.as_value(part) for part in parts])
 
     def _of_Attribute(self, node: ast.Attribute) -> Value | Known:
-        owner = self.of(node.value)
+        owner = self.evaluate(node.value)
         if isinstance(owner, Known):
             return Known(getattr(owner.value, node.attr))
         if isinstance(owner.type, Several) and node.attr in owner.type.names:
@@ -142,17 +142,17 @@ class Expressions(Lines):
         """Returns the indices along each axis. Constants below 0 count from the end."""
         found = []
         for axis, each in enumerate(node.elts if isinstance(node, ast.Tuple) else [node]):
-            at = self.of(each)
+            at = self.evaluate(each)
             if isinstance(at, Known) and at.value < 0:
                 at = Value(INT, (self.put(f"add nsw i64 {array.words[1 + axis]}, {at.value}"),))
             found.append(self.fitted(self.as_value(at), INT))
         return found
 
     def _of_Subscript(self, node: ast.Subscript) -> Value | Known:
-        given = self.of(node.value)
+        given = self.evaluate(node.value)
         many = self.as_value(given)
         if isinstance(many.type, Several):
-            at = self.of(node.slice)
+            at = self.evaluate(node.slice)
             return Known(given.value[at.value]) if isinstance(given, Known) and isinstance(at, Known) else self._part(many, at)
         if not isinstance(many.type, Array):
             raise self.fault("only arrays and tuples have elements")
@@ -182,7 +182,7 @@ class Expressions(Lines):
     # Arithmetic
 
     def _of_BinOp(self, node: ast.BinOp) -> Value | Known:
-        return self.operate(node.op, self.of(node.left), self.of(node.right))
+        return self.operate(node.op, self.evaluate(node.left), self.evaluate(node.right))
 
     def operate(self, op: ast.operator, one: Value | Known, other: Value | Known) -> Value | Known:
         """Returns the result of an operator."""
@@ -225,7 +225,7 @@ class Expressions(Lines):
             if isinstance(test, Known):
                 return Known(not test.value)
             return Value(BOOL, (self.put(f"xor i1 {test.words[0]}, true"),))
-        given = self.of(node.operand)
+        given = self.evaluate(node.operand)
         if not isinstance(node.op, ast.USub):
             raise self.fault(f"{type(node.op).__name__} is not compiled")
         if isinstance(given, Known):
@@ -235,7 +235,7 @@ class Expressions(Lines):
         return Value(INT, (self.put(f"sub nsw i64 0, {self.fitted(given, INT).words[0]}"),))
 
     def _of_Compare(self, node: ast.Compare) -> Value | Known:
-        parts = [self.of(each) for each in (node.left, *node.comparators)]
+        parts = [self.evaluate(each) for each in (node.left, *node.comparators)]
         tests = [self._compare(op, *parts[at : at + 2]) for at, op in enumerate(node.ops)]
         found = tests[0]
         for test in tests[1:]:
@@ -282,7 +282,7 @@ class Expressions(Lines):
     def _of_IfExp(self, node: ast.IfExp) -> Value | Known:
         test = self.truth(node.test)
         if isinstance(test, Known):
-            return self.of(node.body if test.value else node.orelse)
+            return self.evaluate(node.body if test.value else node.orelse)
         then, otherwise, after = self.new_label(), self.new_label(), self.new_label()
         self.end(f"br i1 {test.words[0]}, label %{then}, label %{otherwise}")
         found = []
@@ -308,10 +308,10 @@ class Expressions(Lines):
     # Calls
 
     def _of_Call(self, node: ast.Call) -> Value | Known:
-        called = self.of(node.func)
+        called = self.evaluate(node.func)
         if not isinstance(called, Known) or node.keywords:
             raise self.fault("functions are called by their names, without keywords")
-        function, given = called.value, [self.of(each) for each in node.args]
+        function, given = called.value, [self.evaluate(each) for each in node.args]
         if function is len:
             return self._length(given[0])
         if function in (min, max):

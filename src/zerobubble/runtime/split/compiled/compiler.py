@@ -73,7 +73,7 @@ class Compiler:
 
     def part(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part | None:
         """Returns compiled code of a graph for inputs like `examples`, None if the graph should run node by node."""
-        sized = SizedGraph.of(graph, examples)
+        sized = SizedGraph.from_graph(graph, examples)
         kind = self._kinds.setdefault(sized.kind, _Kind())
         known = next((part for general in kind.general if (part := general.part(sized.sizes)) is not None), None)
         part = known or kind.compiled.get(sized.sizes)

@@ -27,7 +27,7 @@ class _Formula(NamedTuple):
     symbols: tuple[int, ...]
     addend: int
 
-    def of(self, symbols: Sequence[Any]) -> Any:
+    def value(self, symbols: Sequence[Any]) -> Any:
         found: Any = self.factor
         for number in self.symbols:
             found = found * symbols[number]
@@ -61,7 +61,7 @@ class General:
 
     def sizes(self, symbols: Sequence[Any]) -> Iterator[Any]:
         """Evaluates all sizes for these symbols, which are numbers or symbolic values."""
-        return iter([formula.of(symbols) for formula in self._formulas])
+        return iter([formula.value(symbols) for formula in self._formulas])
 
     def _new_symbol(self, column: tuple[int, ...], columns: list[tuple[int, ...]]) -> _Formula:
         if min(column) < 2:
@@ -75,7 +75,7 @@ class General:
         if len(set(column)) == 1:
             return _Formula(column[0], (), 0)
         for numbers in self._products():
-            of_product = [_Formula(1, numbers, 0).of(by_graph) for by_graph in zip(*self._columns, strict=True)]
+            of_product = [_Formula(1, numbers, 0).value(by_graph) for by_graph in zip(*self._columns, strict=True)]
             factor, rest = divmod(column[0], of_product[0])
             if rest == 0 and all(factor * a == b for a, b in zip(of_product, column, strict=True)):
                 return _Formula(factor, numbers, 0)

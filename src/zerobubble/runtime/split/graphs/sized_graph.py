@@ -23,7 +23,7 @@ class SizedGraph:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, graph: fx.GraphModule, examples: Sequence[Any]) -> SizedGraph:
+    def from_graph(cls, graph: fx.GraphModule, examples: Sequence[Any]) -> SizedGraph:
         """Reads a graph for inputs like `examples`."""
         reader = _Reader(graph)
         for example in examples:

@@ -40,13 +40,13 @@ class Slice(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, whole: Tensor) -> Tensor:
+    def select(self, whole: Tensor) -> Tensor:
         """Returns the slice of `whole`, a view."""
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
     def add(self, whole: Tensor, gradient: Tensor) -> None:
         """Adds `gradient` to the slice of `whole`."""
-        self.of(whole).add_(gradient)
+        self.select(whole).add_(gradient)
 
 
 class Gathered:
@@ -58,7 +58,7 @@ class Gathered:
     def __init__(self, indices: Tensor) -> None:
         self._indices = indices.clone()
 
-    def of(self, whole: Tensor) -> Tensor:
+    def select(self, whole: Tensor) -> Tensor:
         """Returns the matrices, copied from `whole`."""
         return whole[self._indices]
 
@@ -76,7 +76,7 @@ class Matrix(NamedTuple):
 
     def stored_in(self, whole: Tensor) -> Tensor:
         """Returns the part of `whole`, the parameter or a copy of it, as stored."""
-        return whole if self.part is None else self.part.of(whole)
+        return whole if self.part is None else self.part.select(whole)
 
     def used(self, stored: Tensor) -> Tensor:
         """Returns the stored matrix as the product uses it."""

@@ -155,7 +155,7 @@ class Trace:
         """Returns whether this trace, for inputs of these `sizes`, has the same graph as `other`, which was traced without symbols."""
         if self.symbols is None or self._joint is None or other.sized is None:
             return False
-        return SizedGraph.of(with_numbers(self._joint, self.symbols.values_for(sizes)), ()) == other.sized
+        return SizedGraph.from_graph(with_numbers(self._joint, self.symbols.values_for(sizes)), ()) == other.sized
 
     def _trace(self, inputs: Sequence[Tensor]) -> None:
         before, random_before = read_state(self._module), random_state()
@@ -255,7 +255,7 @@ class Trace:
     def _keep_for_proof(self, graph: fx.GraphModule) -> None:
         """Removes the sizes from a symbolic graph and keeps it; keeps what `is_general_of` compares of any other."""
         if self.symbols is None:
-            self.sized = SizedGraph.of(graph, ())
+            self.sized = SizedGraph.from_graph(graph, ())
         else:
             take_out_sizes(graph, self.symbols.sizes)
             self._joint = with_numbers(graph)
