@@ -10,6 +10,7 @@ import re
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -386,9 +387,15 @@ def test_candidates_for_bad_links_are_the_current_and_the_published_schedules_wi
     assert "as before" not in [each.how for each in planner._candidates(plan)]
 
 
-def test_a_change_is_a_schedule_with_other_rows() -> None:
-    planner, plan = planner_for()
-    assert planner._change(plan) == plan.schedule
+def test_a_change_is_a_schedule_with_other_rows(caplog: pytest.LogCaptureFixture) -> None:
+    planner, _ = planner_for()
+    planner._problem = replace(planner._problem, objective=zb.planning.Objective.MAKESPAN)
+    plan = zb.planning.solve(planner._problem, evaluations=0)
+    with caplog.at_level(logging.INFO, "zerobubble"):
+        assert planner._change(plan) == plan.schedule
+    (logged,) = caplog.records
+    assert plan.bubble
+    assert logged.args == (plan.schedule.name, 100 * plan.bubble, 100 * plan.least_bubble)
     assert planner.plan is plan
     again = zb.planning.solve(planner._problem, evaluations=0)
     assert planner._change(again) is None
@@ -514,13 +521,14 @@ def test_bytes_are_counted_in_the_first_step_alone() -> None:
     assert measures == [True, False, False, True]
 
 
-def test_late_messages_lengthen_a_link_and_start_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_messages_lengthen_a_link_and_start_a_search(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     planner, plan = planner_for()
     planner.plan = plan
     monkeypatch.setattr(auto.AutoPlanner, "_wait", lambda planner: plan.schedule)
     timeline = zb.simulate(plan.schedule, plan.problem.costs)
-    with mock.patch.object(auto, "late_messages", return_value=(3_000_000,)) as late:
+    with mock.patch.object(auto, "late_messages", return_value=(3_000_000,)) as late, caplog.at_level(logging.INFO, "zerobubble"):
         assert [planner._review(timeline) for _ in range(2)] == [None, plan.schedule]
+        assert [record.args for record in caplog.records] == [(100.0,)], "3 ms late, and a stage takes 3 ms for its passes"
         assert planner._has_bad_links
         assert planner._problem.costs.comm == (3_000_000,)
         late.return_value = (1_000_000,)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ from tests.procs.test_mesh import (
 )
 from tests.procs.test_mesh import divided as divided_by_tensor_parallelism
 from tests.procs.versions import needs_fsdp2_on_cpu, needs_own_reductions
-from tests.refusals import states
+from tests.refusals import raises, states
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula
 from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
 from zerobubble.runtime.stage import reduction, shards
@@ -407,6 +408,19 @@ def test_private_attributes_that_fsdp2_lacks_are_named() -> None:
     (missing, *_) = shards._STATE_ATTRIBUTES
     delattr(state, missing)
     assert shards._unknown(state) == [f"FSDPState.{missing}"]
+
+
+def test_a_torch_without_what_shards_need_is_refused() -> None:
+    def refused(part: Any, **fields: Any) -> None:
+        with mock.patch.object(shards, "fsdp2_parts", return_value=[part]), raises(zb.InputError, index=3, **fields):
+            shards.Shards(nn.Linear(1, 1), 3)
+
+    refused(mock.Mock(spec=shards._FSDP_METHODS[:1]), lacking=shards._FSDP_METHODS[1])
+    with (
+        mock.patch("torch.distributed.fsdp.fully_shard.state", create=True),
+        mock.patch.object(shards, "_unknown", return_value=["first", "second"]),
+    ):
+        refused(mock.Mock(spec=shards._FSDP_METHODS), unknown="first")
 
 
 def names_by_part(group: dist.ProcessGroup) -> list[set[str]]:

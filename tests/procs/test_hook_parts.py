@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,26 @@ def test_the_state_of_several_optimizers_is_a_list() -> None:
     assert [parameter.grad for parameter in parameters] == [None, None]
     with raises(zb.InputError, "zero_grad", "set_to_none=False"):
         pair.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(
+    ("rank", "given", "own", "accepted"),
+    [
+        (0, None, None, True),
+        (1, "a", "a", True),
+        (0, None, "a", True),  # only the rank of the last stage is sure to be given the scaler
+        (1, None, "a", False),
+        (0, "a", None, False),
+        (0, "b", "a", False),
+        (1, "b", "a", False),
+    ],
+)
+def test_the_scaler_of_the_step_is_that_of_the_optimizer(rank: int, given: str | None, own: str | None, accepted: bool) -> None:
+    made = validated()
+    made._pipeline = SimpleNamespace(rank=rank, scaling=SimpleNamespace(scaler=given), schedule=zb.make("1f1b", 2, 4))
+    made._scaler = own
+    with nullcontext() if accepted else raises(zb.InputError, given_here="none" if own is None else "one"):
+        made._refuse_other_scaler()
 
 
 def test_options_and_gradients_of_a_call_are_back_for_the_exact_step() -> None:
