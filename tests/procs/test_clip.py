@@ -290,7 +290,7 @@ def test_sums_in_main_grad_are_scaled_by_the_factor_of_torch(max_norm: float) ->
 
 @pytest.mark.in_process
 @pytest.mark.parametrize(
-    ("norms", "max_norm", "overflown", "waits", "is_skipped"),
+    ("norms", "max_norm", "overflowed", "waits", "is_skipped"),
     [
         ((3.0, 4.0), 5.1, (False, False), (False, False), (False, False)),
         ((3.0, 4.0), 5.0, (False, False), (False, True), (False, False)),  # 5 / (5 + 1e-6) is below 1
@@ -307,7 +307,7 @@ def test_sums_in_main_grad_are_scaled_by_the_factor_of_torch(max_norm: float) ->
 def test_a_rank_waits_for_the_ledger_if_the_norms_so_far_need_clipping_or_skipping(
     norms: tuple[float | None, ...],
     max_norm: float | None,
-    overflown: tuple[bool, bool],
+    overflowed: tuple[bool, bool],
     waits: tuple[bool, bool],
     is_skipped: tuple[bool, bool],
 ) -> None:
@@ -318,7 +318,7 @@ def test_a_rank_waits_for_the_ledger_if_the_norms_so_far_need_clipping_or_skippi
     ledger = ledgers[0].empty()
     for rank, (form, norm) in enumerate(zip(ledgers, norms, strict=True)):
         mine = {} if norm is None else {rank: StageNorms([parameters[rank]], torch.tensor([norm]))}
-        form.write(ledger, mine, overflown=overflown[rank])
+        form.write(ledger, mine, overflowed=overflowed[rank])
         assert (form.waits(ledger), form.is_skipped(ledger)) == (waits[rank], is_skipped[rank])
     total = ledgers[1].total(ledger)
     assert total.item() == math.hypot(*(norm for norm in norms if norm is not None))

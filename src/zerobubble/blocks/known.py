@@ -35,12 +35,12 @@ def eager_1f1b_block(ranks: int) -> Block:
 
 
 def zb_h1_block(ranks: int) -> Block:
-    """ZB-H1: the path of 1F1B, with W of rank r delayed by r copies (arXiv 2401.10241, section 2)."""
+    """ZB-H1: the path of 1F1B, with W of rank r delayed by r intervals (arXiv 2401.10241, section 2)."""
     return Block("zb-h1", Placement.linear(ranks), 3, tuple(_with_delayed_w(r, r, 3 * ranks - 2 * r - 2, 3 * r) for r in range(ranks)))
 
 
 def zb_h2_block(ranks: int) -> Block:
-    """ZB-H2: a path back twice as long, with W of rank r delayed by 2r copies (arXiv 2401.10241, section 2)."""
+    """ZB-H2: B moves one rank per five slots (ZB-H1: two), with W of rank r delayed by 2r intervals (arXiv 2401.10241, section 2)."""
     return Block("zb-h2", Placement.linear(ranks), 3, tuple(_with_delayed_w(r, r, 6 * ranks - 5 * r - 5, 6 * r) for r in range(ranks)))
 
 
@@ -102,7 +102,7 @@ def interleaved_uniform_block(ranks: int, stages_per_rank: int = 2) -> Block:
 
 
 def _spreads(turn: int, count: int) -> bool:
-    """Return whether `count` visits, `turn` slots apart, take different thirds of an interval of 3 x `count` slots."""
+    """Return whether `count` visits, `turn` slots apart, begin at different multiples of 3, modulo 3 x `count` slots."""
     return turn % 3 == 0 and gcd(turn // 3, count) == 1
 
 

@@ -24,7 +24,7 @@ NOTHING = -(2**62)
 
 
 class Job(NamedTuple):
-    """A pass that cannot start before `start`, takes `time`, and has at least `after` to follow it, all in ns."""
+    """A pass that cannot start before `start`, takes `time`, and ends at least `after` before the window ends, all in ns."""
 
     start: int
     time: int
@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """A rank that is busy for `work` ns with passes that start no earlier than `start` and have at least `after` to follow."""
+    """A rank that is busy for `work` ns with passes that start no earlier than `start` and end at least `after` before the end."""
 
     rank: int
     start: int
@@ -46,7 +46,7 @@ class Busy(NamedTuple):
 
 
 def busy_ranks(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Busy]:
-    """For each rank, the set of passes with the largest bound on a window that begins with the first pass; none for large problems."""
+    """For each rank, the passes with the largest bound on `window`, which begins with the first pass of all; none for large problems."""
     # `needs` has two passes of each stage, F and B; with W there are three. The bound needs the starts of all microbatches, and `starts`
     # may hold only those of the first `count`.
     if 3 * starts.microbatches * len(needs) // 2 > MOST_PASSES or starts.count < starts.microbatches:
@@ -69,7 +69,7 @@ def _jobs(load: RankLoad, starts: Sequence[Sequence[int]], follows: Sequence[Seq
 
 
 def _busiest(rank: int, jobs: Iterable[Job]) -> Busy:
-    """The largest sum of start, work and tail, over all sets of jobs with at least some start and some tail."""
+    """The largest sum of start, work and tail, over the sets of jobs with at least a given start and a given tail."""
     late_first = sorted(jobs, reverse=True)
     best = Busy(rank, 0, 0, 0)
     for after in {job.after for job in late_first}:
@@ -83,7 +83,7 @@ def _busiest(rank: int, jobs: Iterable[Job]) -> Busy:
 
 
 def _times_to_end(needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses], window: Window) -> list[list[list[int]]]:
-    """By rank, visit and microbatch, the least ns from the start of the pass to the end of the window, or `NOTHING`."""
+    """By rank, visit (see `rank_load`) and microbatch, the least ns from the start of the pass to the end of the window, or `NOTHING`."""
     at = {op: (here.rank, visit) for here in by_rank for visit, op in enumerate(here.passes)}
     users: dict[Op, list[tuple[Op, int]]] = {op: [] for op in needs}
     for op, before in needs.items():
@@ -110,8 +110,8 @@ class _TimesToEnd:
         self.rest = [sum(lengths[visit:]) + sum(weights[visit:]) if is_inside else 0 for visit in visits]
         """The ns that remain of a microbatch from a visit on, if it is in the window."""
         self.runs = [[NOTHING for _ in visits] for _ in visits]
-        """`runs[visit][last]`: the most ns, over this and all later microbatches, from the start of `visit` until the rank has made the
-        visits `visit` to `last` of this microbatch through that one, plus what must follow the last of these."""
+        """`runs[visit][last]`: the most ns, over all microbatches k from this one on, of the visits `visit` to `last` of this one through k
+        and of what must follow the last of these."""
 
     def add(self, visit: int, used: int) -> None:
         """Computes the time for the microbatch before, whose pass is followed by `used` ns on other ranks."""

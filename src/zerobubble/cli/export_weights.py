@@ -20,7 +20,7 @@ def export_weights_command(checkpoint: str, folder: str, config: str, adapter: s
     """Write the weights of a zb.save checkpoint to a folder for from_pretrained of Transformers.
 
     FOLDER gets config.json and safetensors, in the dtypes of training. With --adapter, it gets the adapter alone, for PeftModel. This needs
-    one process and the memory of the weights, for any number of ranks that wrote the checkpoint.
+    one process and memory for the weights, however many ranks wrote the checkpoint.
 
     \b
     Examples:

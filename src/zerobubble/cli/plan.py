@@ -265,7 +265,7 @@ def _answer(
         others = {"sharded": question.problem.sharded, "host": question.problem.host, "recompute": recomputation}
         known |= {axis: value is not None for axis, value in others.items()}
     _refuse_pairs(known, search, options, sharded, work.costs_file or "")
-    link, placed = link_asked(question, options.offload, work.microbatch_bytes), head.asked(question)
+    link, placed = link_asked(question, options.offload, work.microbatch_bytes), head.head_for(question)
     memory = _memory(question, work, options)
     if memory is None:
         require_with("offload", "--memory", "")

@@ -55,7 +55,8 @@ def _of_passes(setting: Setting) -> Iterator[str]:
         "latent": "B recomputes the activation of routed experts, and queries, keys and values from latent vectors.",
         "full": "B recomputes all of its layers.",
     }[setting.recompute]
-    yield f"A microbatch has {setting.microbatch} x {model.sequence} tokens. The vocabulary is padded to {setting.words * setting.tp:,}."
+    vocabulary = setting.padded_vocabulary * setting.tp
+    yield f"A microbatch has {setting.microbatch} x {model.sequence} tokens. The vocabulary is padded to {vocabulary:,}."
 
 
 def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:

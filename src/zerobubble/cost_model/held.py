@@ -25,7 +25,7 @@ def attention_saved(setting: Setting) -> float:
     kept in their precision, as in Transformer Engine; all else, such as attention outputs in FP8, in half precision.
     """
     if setting.recompute == "full":
-        return HALF * setting.wide
+        return HALF * setting.hidden_elements
     model, operand = setting.model, setting.operand_bytes
     copied = operand * setting.outputs if operand < HALF else 0
     kept = setting.outputs if setting.recompute == "latent" else setting.attended
@@ -37,19 +37,19 @@ def attention_saved(setting: Setting) -> float:
 def mlp_saved(setting: Setting, routed: bool) -> float:
     """Returns the bytes that F of the MLP half of a layer, or of its experts, keeps for B."""
     if setting.recompute == "full":
-        return HALF * setting.wide
+        return HALF * setting.hidden_elements
     inner = (HALF * (setting.model.inner_products - 1) + setting.operand_bytes) * setting.inner(routed)
     return _norm_saved(setting) + inner + (_experts_saved(setting) if routed else 0)
 
 
 def layer_saved(setting: Setting, routed: bool) -> float:
     """Returns the bytes that F of one layer keeps for B: only its input if B recomputes the layer."""
-    return HALF * setting.wide if setting.recompute == "full" else attention_saved(setting) + mlp_saved(setting, routed)
+    return HALF * setting.hidden_elements if setting.recompute == "full" else attention_saved(setting) + mlp_saved(setting, routed)
 
 
 def _norm_saved(setting: Setting) -> float:
     """Returns the bytes of the inputs of a norm and of a linear layer, and of the dropout mask."""
-    return setting.wide * (HALF + setting.operand_bytes + (1 if setting.model.dropout else 0))
+    return setting.hidden_elements * (HALF + setting.operand_bytes + (1 if setting.model.dropout else 0))
 
 
 def _experts_saved(setting: Setting) -> float:
@@ -62,12 +62,12 @@ def _experts_saved(setting: Setting) -> float:
 
 def attention_pending(setting: Setting) -> float:
     """Returns the bytes that B of the attention half keeps for W: inputs of linear layers, and gradients of their outputs."""
-    return setting.operand_bytes * (2 * setting.wide + setting.attended + 2 * setting.latent)
+    return setting.operand_bytes * (2 * setting.hidden_elements + setting.attended + 2 * setting.latent)
 
 
 def mlp_pending(setting: Setting, routed: bool) -> float:
     """Returns the bytes that B of the MLP half, or of the experts, keeps for W."""
-    experts, elements = setting.model.experts, 2 * setting.wide + setting.inner(routed) * setting.model.inner_products
+    experts, elements = setting.model.experts, 2 * setting.hidden_elements + setting.inner(routed) * setting.model.inner_products
     if routed and experts is not None:
         elements += setting.chosen * (2 * setting.model.hidden + setting.model.inner_products * experts.inner)
     return setting.operand_bytes * elements
@@ -75,17 +75,17 @@ def mlp_pending(setting: Setting, routed: bool) -> float:
 
 def embedding_saved(setting: Setting) -> float:
     """Returns the bytes that F of the embedding keeps: its dropout mask."""
-    return setting.wide if setting.model.dropout else 0.0
+    return setting.hidden_elements if setting.model.dropout else 0.0
 
 
 def head_saved(setting: Setting) -> float:
     """Returns the bytes that F of the head keeps for B: the inputs of norm and product, and the logits in float32."""
-    return 2 * HALF * setting.wide + 4 * setting.tokens * setting.words
+    return 2 * HALF * setting.hidden_elements + 4 * setting.tokens * setting.padded_vocabulary
 
 
 def head_pending(setting: Setting) -> float:
     """Returns the bytes that B of the head keeps for W: the product's input and the gradient of the logits."""
-    return HALF * setting.wide + HALF * setting.tokens * setting.words
+    return HALF * setting.hidden_elements + HALF * setting.tokens * setting.padded_vocabulary
 
 
 class Parameters(NamedTuple):
@@ -110,7 +110,7 @@ def parameters_of(setting: Setting, dense: int, routed: int, vocabularies: int) 
         count * (model.common_parameters(with_experts) // tp + whole) for count, with_experts in ((dense, False), (routed, True)) if count
     )
     experts = 0 if model.experts is None else routed * model.experts.routed // setting.ep * model.expert_parameters
-    return Parameters(common + vocabularies * setting.words * model.hidden, experts)
+    return Parameters(common + vocabularies * setting.padded_vocabulary * model.hidden, experts)
 
 
 def halves_of_layer(setting: Setting, routed: bool) -> tuple[Parameters, Parameters]:

@@ -167,7 +167,10 @@ def elementwise_times(setting: Setting, kernels: Kernels) -> Times:
     Kernels are fused as in Megatron-LM: bias, dropout and residual; bias and activation.
     """
     dropout = setting.model.dropout
-    forward, backward = setting.wide * (2 * HALF + (7 if dropout else 6)), setting.wide * (6 + 6 + (5 if dropout else 0))
+    forward, backward = (
+        setting.hidden_elements * (2 * HALF + (7 if dropout else 6)),
+        setting.hidden_elements * (6 + 6 + (5 if dropout else 0)),
+    )
     return Times(kernels.memory_traffic(forward), kernels.memory_traffic(backward), 0.0)
 
 
@@ -214,23 +217,28 @@ def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times
 def embedding_times(setting: Setting, kernels: Kernels) -> Times:
     """Returns the time of the embedding lookup, summed over the tensor-parallel group, with dropout."""
     exchanged = kernels.gather(HALF * setting.tokens * setting.model.hidden, setting.tp) * (1 if setting.sequence_parallel else 2)
-    look_up = kernels.memory_traffic(setting.wide * (9 if setting.model.dropout else 4))
+    look_up = kernels.memory_traffic(setting.hidden_elements * (9 if setting.model.dropout else 4))
     return Times(
-        look_up + exchanged, kernels.memory_traffic(setting.wide * 5), kernels.memory_traffic(setting.tokens * setting.model.hidden * 10)
+        look_up + exchanged,
+        kernels.memory_traffic(setting.hidden_elements * 5),
+        kernels.memory_traffic(setting.tokens * setting.model.hidden * 10),
     )
 
 
 def head_times(setting: Setting, kernels: Kernels) -> Times:
     """Returns the time of the last norm, the product with the vocabulary in half precision, and the loss in float32."""
-    hidden, tokens, words = setting.model.hidden, setting.tokens, setting.words
+    hidden, tokens, vocabulary = setting.model.hidden, setting.tokens, setting.padded_vocabulary
     one = kernels.gather(HALF * tokens * hidden, setting.tp)
     exchanged = one if setting.sequence_parallel else 0.0
     # Forward: cast (2 + 4), maximum (4), difference (8), exponential and sum (8). Backward: read the softmax, write and cast the gradient.
-    logits = tokens * words
-    rest = (kernels.memory_traffic(logits * 26 + setting.wide * 4), kernels.memory_traffic(logits * 14 + setting.wide * 6))
+    logits = tokens * vocabulary
+    rest = (
+        kernels.memory_traffic(logits * 26 + setting.hidden_elements * 4),
+        kernels.memory_traffic(logits * 14 + setting.hidden_elements * 6),
+    )
     return Times(
-        kernels.product(Product(tokens, words, hidden)) + rest[0] + exchanged,
-        kernels.product(Product(tokens, hidden, words)) + rest[1] + one * kernels.efficiency.contention,
-        weight_seconds(Product(words, hidden, tokens), setting, kernels),
+        kernels.product(Product(tokens, vocabulary, hidden)) + rest[0] + exchanged,
+        kernels.product(Product(tokens, hidden, vocabulary)) + rest[1] + one * kernels.efficiency.contention,
+        weight_seconds(Product(vocabulary, hidden, tokens), setting, kernels),
         one * (1 - kernels.efficiency.contention),
     )

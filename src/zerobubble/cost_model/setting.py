@@ -12,7 +12,7 @@ from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Model
 
 RECOMPUTE = ("none", "selective", "latent", "full")
-"""What is recomputed before a backward pass: nothing, large but cheap tensors, these and heads, or whole layers from their inputs.
+"""What is recomputed before a backward pass: nothing; large, cheap tensors; these and the heads of latent attention; or whole layers.
 
 The second is attention between its projections if not fused, and the activation between the products of routed experts. The third also
 has queries, keys and values of latent attention, which up-projections make from latent vectors.
@@ -111,7 +111,7 @@ class Setting:
         if sharing % self.ep:
             yield "ep", f"ep={self.ep} does not divide the tp*cp*dp={sharing} GPUs that have the same stages: take a divisor"
         if self.tp > 1 and not self.sequence_parallel:
-            yield "sequence_parallel", f"the tokens of {name} go to experts from the GPU that has them: take sequence_parallel=True"
+            yield "sequence_parallel", f"with tp={self.tp}, the experts of {name} need divided tokens: take sequence_parallel=True"
 
     @property
     def kind(self) -> str:
@@ -151,7 +151,7 @@ class Setting:
         return self.tokens / (self.tp if self.sequence_parallel else 1)
 
     @property
-    def wide(self) -> float:
+    def hidden_elements(self) -> float:
         """Elements of a hidden state on one GPU, outside of the parts of a layer that are sharded by features."""
         return self.own_tokens * self.model.hidden
 
@@ -227,7 +227,7 @@ class Setting:
         yield Linear(tokens, heads * model.value_width, model.hidden, sums=True)
 
     @property
-    def words(self) -> int:
+    def padded_vocabulary(self) -> int:
         """Padded vocabulary size on one GPU."""
         share = VOCABULARY_MULTIPLE * self.tp
         return -(-self.model.vocabulary // share) * VOCABULARY_MULTIPLE

@@ -1,4 +1,4 @@
-"""The account of a run against its plan, rank by rank: what the plan did not know, in ns and in sentences."""
+"""How a run differs from its plan, rank by rank: where the time of each rank went, in ns and in sentences."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Account(Displayed):
     """Where one rank's time went, in ns: `total`, the sum of all, is the makespan of the run.
 
     `work` is the planned time of its passes, and `plan` the idle time of the plan by cause. The other fields are differences from the
-    plan, and may be negative: `passes`, how much longer passes take in the median; `noise`, single passes around that median; `comm`,
+    plan, and may be negative: `passes`, how much longer passes take in the median; `noise`, deviations from that median; `comm`,
     messages that arrive later; `host`, a rank that had all it needed and yet did not start; `copies`, waits for copies to the host and
     back; `reduction`, sums over replicas that end later.
     """
@@ -94,9 +94,9 @@ class Account(Displayed):
 
 
 class Drift(NamedTuple):
-    """The `steps` steps of `passes` on `ranks` take a median of `measured` ns where the plan says `planned`.
+    """The `passes` run `steps` times on `ranks`, and take `measured` ns in the median instead of `planned`.
 
-    Exchanging the plan's time for it makes the makespan `makespan` ns longer.
+    With that time, and those of the drifts before this one, the plan's makespan is `makespan` ns longer than without this one.
     """
 
     passes: Passes
@@ -124,7 +124,7 @@ class Drift(NamedTuple):
 class Difference(Displayed):
     """A run of the schedule `name` against its plan: the makespans in ns, an account per rank, and the drifts, stage by stage.
 
-    The `makespan` of the drifts add up to what `passes` cost every rank. As text, it lists the ranks.
+    The `makespan` of all drifts add up to `passes.total`, which is the same on every rank. As text, it lists the ranks.
     """
 
     name: str
@@ -193,7 +193,7 @@ def _drift_to_dict(drift: Drift) -> dict[str, Any]:
 
 
 _MOST_DRIFTS = 2
-"""Kinds of passes that a cause names."""
+"""The most drifts that a cause names."""
 _SHORTEST = 5_000
 """Shorter times, in ns, would read as 0.00 ms and are left out."""
 

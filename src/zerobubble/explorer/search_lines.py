@@ -1,4 +1,4 @@
-"""The command and the program that repeat a search of the page, and the words for times that all commands share."""
+"""The shell command and the Python lines that repeat a search of the page, and the options for times, which other commands use too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerobubble.planning.answer import Plan
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a rank and microbatch in ms, and the share of memory kept from B to W, as words of a command and of a program."""
+    """Times of a rank and microbatch in ms, and the share of memory kept from B to W, to be written as options or arguments."""
 
     times: tuple[float, ...]
     comm: float
@@ -34,7 +34,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Found:
-    """The search that found a plan, as its question has it; `memory` is the limit of the plan, None without one."""
+    """The search that found a plan, with the question that asked for it; `memory` is the limit in microbatches, None without one."""
 
     question: Question
     plan: Plan
@@ -51,7 +51,7 @@ class Found:
         return _number(self.question.search_seconds or 0)
 
     @property
-    def _has_barrier(self) -> bool:
+    def _minimizes_makespan(self) -> bool:
         return self.plan.problem.objective is Objective.MAKESPAN
 
     def command(self) -> str:
@@ -63,20 +63,20 @@ class Found:
             words += ["--memory", shlex.quote(limits)]
         elif self.memory is not None:
             words += ["--memory", f"{self.memory:.6g}"]
-        words += ["--objective", str(problem.objective)] if self._has_barrier else []
+        words += ["--objective", str(problem.objective)] if self._minimizes_makespan else []
         return " ".join([*words, "--budget", self._seconds, *([] if limits else ["-o", "plan.json"])])
 
     def python(self) -> list[str]:
-        """The lines that make `plan`: that of the same memory limit."""
+        """The Python lines that compute `plan`, for the memory limit of the plan shown even if the search had several limits."""
         problem = self.plan.problem
         work = [str(problem.placement.num_ranks), *self.times.arguments()]
         words = ["work", str(problem.num_microbatches), *([] if self.memory is None else [f"memory={self.memory:.6g}"])]
-        words += [f"objective={str(problem.objective)!r}"] if self._has_barrier else []
+        words += [f"objective={str(problem.objective)!r}"] if self._minimizes_makespan else []
         return [f"work = zb.Workload.uniform({', '.join(work)})", f"plan = zb.plan({', '.join([*words, f'seconds={self._seconds}'])})"]
 
 
 def search_of(made: Answer) -> Found | None:
-    """The search whose best plan is shown; None for other plans, and if its times belong to stages or differ between ranks."""
+    """The search whose best plan is shown; None for other plans, for given costs or models, and if times differ between ranks."""
     question = made.question
     if question.search_seconds is None or made.plan is None or question.costs or question.model:
         return None

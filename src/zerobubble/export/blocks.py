@@ -77,7 +77,7 @@ class _Scale(NamedTuple):
 def block_svg(block: Block, steps: Steps, width: int = 1100) -> str:
     """Return an SVG document of the four steps on one axis, `width` pixels wide.
 
-    Consecutive copies have four shades in turn, and each pass shows its microbatch. A bar below a pass marks later stages of a rank. The
+    Consecutive copies have four shades in turn, and each pass shows its microbatch. A bar in a pass marks a later stage of its rank. The
     number at the right of a rank is its peak in stage activations. Raises `InputError` for a width below 640.
     """
     if width < NARROWEST:

@@ -69,7 +69,7 @@ def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
 def _reduce_faults(row: Cells) -> Iterator[tuple[int, str]]:
     """Yield what is wrong with REDUCE_GRAD in a row, by position.
 
-    If any stage has one, all need one, since it also divides the gradients.
+    If any stage has one, all need one, since REDUCE_GRAD also divides the gradients by the number of microbatches.
     """
     passes = ((place, cell) for place, cell in row.items() if not isinstance(cell, (End, SendWait, Weights)))
     last = {op.stage: place for place, step in passes for op in step if traits_of(op.kind).adds_gradients}
@@ -82,7 +82,7 @@ def _reduce_faults(row: Cells) -> Iterator[tuple[int, str]]:
                 yield place, f"{cell} comes before the last backward of its stage, in cell {last[cell.stage]}; move it after that"
             reduced.add(cell.stage)
     for stage in last.keys() - reduced:
-        yield last[stage], f"the gradients of stage {stage} stay undivided while others are divided; write {stage}REDUCE_GRAD after it"
+        yield last[stage], f"the gradients of stage {stage} are not averaged over microbatches; write {stage}REDUCE_GRAD after it"
 
 
 def _reduction_wait_faults(row: Cells) -> Iterator[tuple[int, str]]:
@@ -132,7 +132,7 @@ def _check_send_waits(actions: Sequence[Placed]) -> None:
                 wait = SendWait(*action.value)
                 raise _error(rank + 1, place, f"{wait}, but that message is not in progress here; write one {wait}, after its send")
         for value, place in sent.items():
-            raise _error(rank + 1, place, f"nothing waits for this send; write {SendWait(*value)} after it, once it must have arrived")
+            raise _error(rank + 1, place, f"nothing waits for this send; write {SendWait(*value)} after it, where it must have arrived")
 
 
 def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:

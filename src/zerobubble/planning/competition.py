@@ -37,7 +37,7 @@ from zerobubble.planning.attempt import (
 )
 from zerobubble.planning.by_baseline import attempt_by_baseline, plan_by_baseline
 from zerobubble.planning.forward_only import forward_attempts
-from zerobubble.planning.in_steps import improve_in_steps, passes_one_at_a_time
+from zerobubble.planning.in_steps import improve_in_steps, one_pass_problems
 from zerobubble.planning.placements import ANY, Placements, family, placements_to_try
 from zerobubble.planning.problem.head import HEAD_BYTES, parts_on
 from zerobubble.planning.problem.problem import Objective, Problem, microbatch_bytes
@@ -288,7 +288,7 @@ def _plan_fused(
     only adjacent ones, or none: the shortest variant that fits wins.
     """
     started = perf_counter()
-    split_problems = {name: tuple(passes_one_at_a_time(problem)) for name, problem in problems.items()}
+    split_problems = {name: tuple(one_pass_problems(problem)) for name, problem in problems.items()}
     variants = [
         {name: each[place % len(each)] for name, each in split_problems.items()} for place in range(max(map(len, split_problems.values())))
     ]

@@ -1,8 +1,8 @@
-"""The search on one placement when steps of several passes save time: fused BW (`Costs.fused`), overlapped pairs (`Costs.hidden`).
+"""The search on one placement if joining passes of a row saves time: fused BW (`Costs.fused`), overlapped pairs (`Costs.hidden`).
 
 First, up to three searches order passes one at a time: with B and W split; with fused backward passes; and with the time of W reduced to
 that of BW minus B. Adjacent B and W of their results are joined. Then annealing starts from the best of each; its moves join passes into
-steps, split steps, and move them.
+steps (one `Step` each), split steps, and move them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
     started, starts, interrupted = perf_counter(), [], False
     each = EACH_BEFORE_PAIRS if any(problem.costs.hidden) else EACH_SEARCH
     part = Budget(each * budget.seconds, budget.evaluations and int(each * budget.evaluations))
-    searches = list(passes_one_at_a_time(problem))
+    searches = list(one_pass_problems(problem))
     for variant in searches:
         found = _searched(attempt.name, variant, part, seed, on_progress)
         interrupted |= found.interrupted
@@ -52,14 +52,14 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
     return replace(attempt, plan=replace(plan, seconds=seconds), searched=True, interrupted=interrupted)
 
 
-def passes_one_at_a_time(problem: Problem) -> Iterator[Problem]:
-    """Yields the problem without steps of several passes: with B and W split, with whole backwards, and with the times of the bound."""
+def one_pass_problems(problem: Problem) -> Iterator[Problem]:
+    """Yields the problem without steps of several passes: with B and W split, with BW only if fusing saves, and `without_savings`."""
     costs = problem.costs
     split = replace(costs, hidden=(), further=tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).fused_time))
     yield _with_costs(problem, split)
     if fusing_saves(costs):
-        alike, nothing = replace(costs, shares=()), (0,) * costs.num_stages
-        whole = tuple(alike.time(Kind.BW, stage) for stage in range(costs.num_stages))
+        without_shares, nothing = replace(costs, shares=()), (0,) * costs.num_stages
+        whole = tuple(without_shares.time(Kind.BW, stage) for stage in range(costs.num_stages))
         yield _with_costs(problem, replace(split, backward=whole, weight=nothing, held_after_b=nothing))
     yield problem.without_savings
 

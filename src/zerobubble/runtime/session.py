@@ -69,7 +69,7 @@ from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.step.stage_rng import StageRng
 from zerobubble.runtime.transport.choice import fastest_for, refuse_unknown, transport_for
 from zerobubble.runtime.transport.mesh import EXPERTS, Layout
-from zerobubble.runtime.transport.peers import Peers, in_all
+from zerobubble.runtime.transport.peers import Peers, in_transport_ranks
 from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.rendezvous import RendezvousRecord
 from zerobubble.runtime.transport.terms import Terms, faults_of, note, versions, without_note
@@ -217,7 +217,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     _compare_models(ranks, layout, setup, options)
     _refuse_empty_levels(ranks, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
-    channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in used]
+    channels = [in_transport_ranks(channel, pipeline) for pipeline in layout.pipelines for channel in used]
     with guard.opening("while connecting the ranks"):
         ranks.timeout.run(lambda: transport.open(device, channels), "connecting the ranks")
         if options.captures_steps and not transport.capabilities.can_be_captured:

@@ -39,13 +39,13 @@ class HeadOptions:
         type=click.FloatRange(1, 1000),
         default=1.0,
         metavar="X",
-        help="Time of a part relative to an even share; 1.07 to 1.32 are published.",
+        help="Time of a rank's part of the divided head, relative to an even share; published values are 1.07 to 1.32.",
     )
     collective: float = option(
         "--collective", callback=milliseconds, default="0", metavar="C", help="Time of a collective of the divided head in ms."
     )
 
-    def asked(self, question: Question) -> Head | None:
+    def head_for(self, question: Question) -> Head | None:
         """Returns the head of the options, else that of the costs or the plan. Raises `InputError` if they contradict each other."""
         known, measured = _known(question), _measured(question)
         placement = next(iter(question.placements.values()))

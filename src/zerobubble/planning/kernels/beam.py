@@ -34,7 +34,7 @@ class _Partial(NamedTuple):
 
 
 class _Beam:
-    """The problem in the columns that the search reads: kinds and stages are numbered, those of F, then of B, then of W."""
+    """The problem as tuples indexed by code, as in `Tables`: F of all stages, then B, then W."""
 
     def __init__(self, problem: Problem) -> None:
         costs, self.home, self.stages = problem.costs, problem.placement.routes[0], problem.placement.num_stages
@@ -53,11 +53,11 @@ class _Beam:
         """The kinds and stages that wait for the output of this one, each with the time of the message."""
         user, successor = int(codes[code]["user"]), int(codes[code]["successor"])
         feeds = [(user, int(codes[user]["lag"]))] if user >= 0 else []
-        # what waits for a message has its other input long before
+        # if the successor also waits for a message, that arrives after this output, so only the message counts
         return [*feeds, (successor, 0)] if successor >= 0 and codes[successor]["maker"] < 0 else feeds
 
     def _tail(self, code: int) -> int:
-        """The time that must pass after the last pass of this kind and stage: F, then B down to the first stage, then W there."""
+        """The ns of the longest chain of passes and messages that must follow a pass of this kind and stage."""
         return max((self._tail(user) + self.time[user] + lag for user, lag in self.feeds[code]), default=0)
 
     def beginning(self) -> _Partial:
@@ -66,9 +66,9 @@ class _Beam:
         return _Partial((0,) * len(self.codes), nothing, (-1,) * ranks, nothing, ((0,) * m, *((),) * (len(self.codes) - 1)), 0.0, None)
 
     def followers(self, one: _Partial) -> Iterator[_Partial]:
-        """The passes to branch on.
+        """The partial schedules with one more pass.
 
-        On the rank that can end a pass first, these are all passes that can begin before that end. They lead to all active schedules.
+        The pass is one that can begin, on the rank that can end a pass first, before that end. These lead to all active schedules.
         """
         ready = []
         for code in self.codes:
@@ -85,7 +85,7 @@ class _Beam:
                     yield self._with(one, code, begin)
 
     def _can_complete_oldest(self, one: _Partial, forward: int) -> bool:
-        """Whether the rank's oldest microbatch still has enough memory to reach the rank's last stage and its B."""
+        """Whether the F `forward` leaves its rank's oldest microbatch enough memory to reach the rank's last stage and its B."""
         waiting = growth = 0
         oldest = one.done[forward + self.stages]
         for stage in self.stages_of[self.rank[forward]]:

@@ -29,7 +29,7 @@ DISPATCH = np.dtype(
 
 - `period`: from a microbatch's due date to that of the next one.
 - `group`: the number of microbatches in a group, and `pause` the time between two groups beyond `period`.
-- `patience`: how much longer than for the first pass that is ready a rank waits for one that is due before it.
+- `patience`: a pass that is due earlier is preferred if it can start at most this much later than the first ready pass.
 - `strict`: by how much a pass may be due later than the rank's most urgent one, ready or not, and still be run.
 - `patch`: W fills a gap that is at least this share of its own time.
 - `allowance`: the idle time of the rank, all in all, beyond which W fills any gap.
@@ -42,12 +42,12 @@ _NEXT = np.dtype([("runs", "i8"), ("arrival", "i8"), ("due", "f8")])
 pass is due."""
 
 _RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "alive", "most_alive", "pending", "choice", "start")])
-"""Of a rank.
+"""The state of a rank.
 
 - `filled`: the number of passes it has run.
 - `free`: when it is free, and `idle` how long it has idled, in ns.
 - `held`: the bytes it holds, and `alive` those of them that wait for a B.
-- `most_alive`: the bytes that may wait for a B: its limit less what a B may add, if need be in one piece with its W.
+- `most_alive`: the bytes that may wait for a B: its limit less what a B may add, joined with its W where tables join them.
 - `pending`: the number of W whose B has run.
 - `choice`: the code that it runs next.
 - `start`: when its most urgent F or B could start, in ns.
@@ -89,9 +89,9 @@ def list_scratch(tables: Tables) -> ListScratch:
 
 @compiled
 def list_schedule(tables: Tables, due: Floats, dispatch: Records, lead: Floats, scratch: ListScratch) -> tuple[int, int]:
-    """Writes the schedule of due dates (ns, of microbatch 0), a `DISPATCH` per rank and leads into `scratch.order`.
+    """Writes to `scratch.order` the schedule that due dates (ns, of microbatch 0), a `DISPATCH` per rank and leads give.
 
-    For each code of F, `lead` is the number of microbatches by which its rank may run ahead of the next leg, or on the last leg ahead of
+    For each code of F, `lead` is the number of microbatches by which its rank may run ahead of its next stage, or on its last stage of
     its B. Returns the time of the longest rank and the sum over ranks in ns, or (-1, 0) if a pass never gets the memory it needs.
     """
     reset(tables, due, scratch)
@@ -112,7 +112,7 @@ def list_schedule(tables: Tables, due: Floats, dispatch: Records, lead: Floats, 
         done += scratch.ranks[rank].filled
         choose_next_pass(tables, dispatch, lead, scratch, rank, True)
         if user >= 0 and tables.codes[user].rank != rank:
-            # A message changes what its reader runs next only if it comes before what the reader has chosen, within its patience.
+            # A message can change its reader's choice only if it arrives by the start of the reader's most urgent pass plus its patience.
             reader = tables.codes[user].rank
             if scratch.next[user].arrival <= scratch.ranks[reader].start + dispatch[reader].patience:
                 choose_next_pass(tables, dispatch, lead, scratch, reader, True)
@@ -166,37 +166,39 @@ def run_chosen_pass(tables: Tables, dispatch: Records, scratch: ListScratch, ran
     """
     state, m = scratch.ranks[rank], tables.microbatches
     code = state.choice
-    of, one = tables.codes[code], scratch.next[code]
+    properties, one = tables.codes[code], scratch.next[code]
     if state.filled > 0 or tables.from_start:
-        state.idle += scratch.next_start[rank] - of.ahead - state.free
-    state.free = scratch.next_start[rank] + of.time
-    state.held += of.held
+        state.idle += scratch.next_start[rank] - properties.ahead - state.free
+    state.free = scratch.next_start[rank] + properties.time
+    state.held += properties.held
     scratch.order[tables.ranks[rank].first + state.filled] = code
     state.filled += 1
-    if of.predecessor < 0:  # F
-        state.alive += of.held
-    elif of.successor >= 0:  # B
-        state.alive -= tables.codes[of.predecessor].held
+    if properties.predecessor < 0:  # F
+        state.alive += properties.held
+    elif properties.successor >= 0:  # B
+        state.alive -= tables.codes[properties.predecessor].held
         state.pending += 1
     else:  # W
         state.pending -= 1
-    if tables.joins and of.grows > 0 and state.held > tables.ranks[rank].limit:
-        weight, behind = tables.codes[of.successor], scratch.next[of.successor]
+    if tables.joins and properties.grows > 0 and state.held > tables.ranks[rank].limit:
+        weight, behind = tables.codes[properties.successor], scratch.next[properties.successor]
         state.free += weight.time
         state.held += weight.held
         state.pending -= 1
-        scratch.order[tables.ranks[rank].first + state.filled] = of.successor
+        scratch.order[tables.ranks[rank].first + state.filled] = properties.successor
         state.filled += 1
         behind.runs += 1
         behind.due += until_next(dispatch, rank, behind.runs)
     scratch.end[code * m + one.runs] = state.free
-    if of.user >= 0 and scratch.next[of.user].runs == one.runs:
-        scratch.next[of.user].arrival = state.free + tables.codes[of.user].lag
+    if properties.user >= 0 and scratch.next[properties.user].runs == one.runs:
+        scratch.next[properties.user].arrival = state.free + tables.codes[properties.user].lag
     one.runs += 1
     one.due += until_next(dispatch, rank, one.runs)
-    if of.maker >= 0:
-        one.arrival = scratch.end[of.maker * m + one.runs] + of.lag if scratch.next[of.maker].runs > one.runs else FAR
-    return int(of.user)
+    if properties.maker >= 0:
+        one.arrival = (
+            scratch.end[properties.maker * m + one.runs] + properties.lag if scratch.next[properties.maker].runs > one.runs else FAR
+        )
+    return int(properties.user)
 
 
 @inlined
@@ -269,11 +271,11 @@ def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) ->
 
     Returns their number and the earliest due date of all passes, ready or not.
 
-    An F that has used up its lead is not ready. From the last stage to the first, since an F must leave memory for the
-    microbatches between it and the rank's last stage: `ahead` are the bytes that the one which has come furthest will still take.
+    An F that has used up its lead is not ready. Stages are visited from last to first, because an F must leave memory for the most
+    advanced microbatch: `reserved` is the bytes that this one will still take up to the rank's last stage.
     """
     state, stages = scratch.ranks[rank], len(tables.forwards)
-    ready, urgent, ahead, behind = 0, np.inf, 0, 0
+    ready, urgent, reserved, behind = 0, np.inf, 0, 0
     for at in range(tables.ranks[rank].forward_stop - 1, tables.ranks[rank].forward - 1, -1):
         code = tables.forwards[at]
         forward, backward = scratch.next[code], scratch.next[code + stages]
@@ -288,11 +290,11 @@ def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) ->
                 ready += 1
         if forward.runs < tables.microbatches and forward.runs < behind + lead[code]:
             urgent = min(urgent, forward.due)
-            if forward.arrival < FAR and state.alive + tables.codes[code].held + ahead <= state.most_alive:
+            if forward.arrival < FAR and state.alive + tables.codes[code].held + reserved <= state.most_alive:
                 one = scratch.ready[ready]
                 one.code, one.start, one.due = code, max(state.free, forward.arrival), forward.due
                 ready += 1
         if backward.runs == forward.runs:
-            ahead += tables.codes[code].held
+            reserved += tables.codes[code].held
         behind = forward.runs
     return ready, urgent

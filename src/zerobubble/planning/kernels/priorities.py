@@ -20,7 +20,7 @@ class Priorities(NamedTuple):
     dispatch: Records
     """The parameters of the dispatching rule, a `DISPATCH` for each rank."""
     lead: Floats
-    """For each code of F, the number of microbatches by which its rank may run ahead of the next leg there, or on the last leg ahead of its
+    """For each code of F, the number of microbatches by which its rank may run ahead of its next stage, or on its last stage of its
     B."""
 
 
@@ -45,7 +45,7 @@ def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, prioriti
         priorities.due[code] = clock
         clock += policy[here] * tables.codes[code].time
         before = here
-    date_weights(priorities.due)
+    set_due_of_weights(priorities.due)
     apply_leads(tables, policy[4 * legs : 5 * legs], mean, priorities.lead)
     parameters = policy[5 * legs :]
     period, group = parameters[PERIOD] * busiest / tables.microbatches, max(1, int(parameters[GROUP] * len(tables.ranks) + 0.5))
@@ -73,12 +73,12 @@ def apply_leads(tables: Tables, leads: Floats, mean: float, lead: Floats) -> Non
         for at in range(first, stop):
             code = tables.forwards[at]
             following = tables.forwards[at + 1] if at + 1 < stop else tables.codes[code].successor
-            way = (lead[following] - lead[code]) / mean
-            lead[code] = 1 + leads[at - first] * way if leads[at - first] < NEVER else NEVER
+            travel = (lead[following] - lead[code]) / mean
+            lead[code] = 1 + leads[at - first] * travel if leads[at - first] < NEVER else NEVER
 
 
 @inlined
-def date_weights(due: Floats) -> None:
+def set_due_of_weights(due: Floats) -> None:
     """Sets the due date of each W to that of its B. Codes of F come first, then those of B, then those of W."""
     third = len(due) // 3
     for back in range(third, 2 * third):
@@ -104,9 +104,9 @@ def busiest_work(tables: Tables) -> int:
 
 
 def legs_of(tables: Tables) -> Ints:
-    """Returns the leg of each code of F and B: the number of stages of its rank that a microbatch visits before it.
+    """Returns the leg of each code of F and B (see `policy`): the position of its stage among those of its rank.
 
-    The legs back are counted after all legs forward.
+    For B, it is this plus `num_legs`.
     """
     leg = np.zeros(len(tables.codes), np.int64)
     successor, legs = tables.codes["successor"].tolist(), num_legs(tables)
@@ -143,7 +143,7 @@ def perturb_priorities(tables: Tables, priorities: Priorities, old: Priorities) 
         start, stop, first, last = random_ramp(len(tables.chain), size)
         for at in range(start, stop):
             priorities.due[tables.chain[at]] += first + (last - first) * (at - start) / max(1, stop - 1 - start)
-        date_weights(priorities.due)
+        set_due_of_weights(priorities.due)
         return
     start, stop, first, last = random_ramp(len(tables.ranks), size / 3 if kind < 0.85 else 3 * size)
     for at in range(start, stop):
@@ -156,7 +156,7 @@ def perturb_priorities(tables: Tables, priorities: Priorities, old: Priorities) 
 
 @compiled
 def random_ramp(count: int, size: float) -> tuple[int, int, float, float]:
-    """Returns a random run of `count` passes, and the changes of its first and its last due date."""
+    """Returns start and end of a random range among `count` items, and the changes at its first and its last item."""
     start = np.random.randint(count)
     last = np.random.normal(0, size)
     return start, min(count, start + np.random.randint(1, count + 1)), last if np.random.random() < 0.5 else 0.0, last

@@ -183,10 +183,10 @@ def _with_every_recompute(row: Sequence[Op], first: dict[Kind, int]) -> list[int
 def _schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Schedule:
     """Returns the schedule of the rows `order`, without the R's that are left out."""
     stages, m, number = problem.placement.num_stages, tables.microbatches, [0] * len(tables.codes)
-    rows, letters = [], order.tolist()
+    rows, codes = [], order.tolist()
     for start, stop in tables.ranks[["first", "stop"]].tolist():
         row = []
-        for code in letters[start:stop]:
+        for code in codes[start:stop]:
             if not tables.absent[code * m + number[code]]:
                 row.append(Op(KINDS[code // stages], code % stages, number[code]))
             number[code] += 1

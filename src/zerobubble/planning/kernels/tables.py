@@ -29,12 +29,12 @@ _MAKER = {value_kind: kind for kind in PLANNED for value_kind in traits_of(kind)
 
 
 CODE = np.dtype([(n, "i8") for n in ("rank", "time", "held", "ahead", "over", "maker", "lag", "user", "predecessor", "successor", "grows")])
-"""The properties of a code, in ns and bytes; -1 means no code.
+"""The properties of a code (the number of a kind of pass on a stage, see `Tables`), in ns and bytes; -1 means no code.
 
 `held` is the change in memory of a rank by a pass. A B whose forward is recomputed has its R right before it: `ahead` is the ns of that R,
-which does not wait for the message of B, and `over` the bytes that the rank then holds beyond those before and after. `maker` is the code
-whose message a pass waits for, `lag` its time, and `user` the code that waits for its own message. `predecessor` is the code of the same
-stage that must run before it, and `successor` the next one on the same stage. `grows` is the number of bytes that a B leaves to W beyond
+which does not wait for the message of B, and `over` the bytes that the rank holds after R beyond those after B. `maker` is the code whose
+message a pass waits for, `lag` the time of that message, and `user` the code that waits for the message of this one. `predecessor` is the
+code of the same stage that must run before it, and `successor` the next one. `grows` is the number of bytes that a B leaves to W beyond
 those that F saved: see `Tables.joins`.
 """
 
@@ -47,15 +47,15 @@ Records = NDArray[np.void]
 class Tables(NamedTuple):
     """A problem as arrays over codes. Code `k * stages + s` is a pass of `PLANNED[k]` on stage s.
 
-    A row is a sequence of codes. The j-th occurrence of a code is that of the microbatch in place j. Equal microbatches are in the order of
-    their numbers; others may change places, see `joint_search`.
+    A row is a sequence of codes. The j-th occurrence of a code is for the microbatch in place j, an index of `time` and others. Places are
+    in the order of the numbers; unequal microbatches may change places, see `joint_search`.
     """
 
     microbatches: int
     from_start: bool
     """Whether the time before a rank's first pass counts (makespan) or not (span)."""
     joins: bool
-    """Whether a B that `grows` beyond the limit is joined with its W if that is the next pass of the row: see `play.joined`."""
+    """Whether a B with `grows` > 0 that exceeds the memory limit is joined with its W, if that comes next in the row: see `play.joined`."""
     codes: Records
     """A `CODE` per code."""
     ranks: Records
@@ -63,7 +63,7 @@ class Tables(NamedTuple):
     forwards: Ints
     """For each rank in turn, the F codes of its stages, in the order of a microbatch."""
     chain: Ints
-    """The codes of one microbatch, from the first message to the last."""
+    """The codes of F and B of one microbatch in the order in which it runs, F of stage 0 to B of stage 0; W is not among them."""
     time: Ints
     """The ns of a pass: of code c for the microbatch in place j at `c * microbatches + j`."""
     held: Ints
@@ -73,7 +73,7 @@ class Tables(NamedTuple):
     over: Ints
     """The extra bytes that the rank holds during a pass, compared with after it, at the same indices."""
     absent: Ints
-    """1 for a pass that is left out, else 0, at the same indices. Such a pass has no effect and may cross any other."""
+    """1 for a pass that is left out, else 0, at the same indices. Such a pass has no effect and may change places with any other."""
 
     @property
     def size(self) -> int:
@@ -117,19 +117,19 @@ def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints
     def sized(names: Iterable[str], stage: int) -> Ints:
         return sum([np.rint(costs.column(name)[stage] * shares).astype(np.int64) for name in names], start=nothing)
 
-    def change(kind: Kind, stage: int, again: Kind | None) -> Ints:
+    def change(kind: Kind, stage: int, recompute_kind: Kind | None) -> Ints:
         used = (HELD[value_kind] for value_kind, hop in traits_of(kind).uses if hop == 0 and value_kind in HELD)
-        made = (HELD[value_kind] for value_kind in makes_if_recomputed(kind, again) if value_kind in HELD)
+        made = (HELD[value_kind] for value_kind in makes_if_recomputed(kind, recompute_kind) if value_kind in HELD)
         return sized(made, stage) - sized(used, stage)
 
     columns = []
     for kind in PLANNED:
         for stage in range(problem.placement.num_stages):
-            again = Kind.R if problem.recomputes(stage) else None
-            held, ahead, over = change(kind, stage, again), nothing, nothing
-            if again is not None and kind is Kind.B:
-                more = change(again, stage, None)
-                held, ahead = held + more, sized(traits_of(again).times, stage)
+            recompute_kind = Kind.R if problem.recomputes(stage) else None
+            held, ahead, over = change(kind, stage, recompute_kind), nothing, nothing
+            if recompute_kind is not None and kind is Kind.B:
+                more = change(recompute_kind, stage, None)
+                held, ahead = held + more, sized(traits_of(recompute_kind).times, stage)
                 over = np.maximum(0, more - held)
             columns.append((sized(traits_of(kind).times, stage), held, ahead, over))
     time, held, ahead, over = map(np.concatenate, zip(*columns, strict=True))
@@ -140,8 +140,8 @@ def _change(problem: Problem, costs: Costs, kind: Kind, stage: int) -> int:
     """Returns the change in memory of a rank by a pass; that of B includes its R."""
     if not problem.recomputes(stage):
         return costs.memory_change(kind, stage)
-    again = costs.memory_change(Kind.R, stage) if kind is Kind.B else 0
-    return again + costs.memory_change(kind, stage, Kind.R)
+    recompute_bytes = costs.memory_change(Kind.R, stage) if kind is Kind.B else 0
+    return recompute_bytes + costs.memory_change(kind, stage, Kind.R)
 
 
 def codes_of(problem: Problem) -> Records:
@@ -189,7 +189,7 @@ def _ranks(problem: Problem, codes: Records, time: Ints) -> Records:
 
 
 def _chain(codes: Records) -> list[int]:
-    """Follows the messages of one microbatch from the code without inputs, and turns back at the code whose result is not sent."""
+    """Returns the codes of F and B of one microbatch: follows its messages from the F without inputs, and turns to B after the last F."""
     maker, predecessor = codes["maker"].tolist(), codes["predecessor"].tolist()
     user, successor = codes["user"].tolist(), codes["successor"].tolist()
     code = next(code for code in range(len(maker)) if maker[code] < 0 and predecessor[code] < 0)
@@ -230,18 +230,18 @@ def order_of(schedule: Schedule) -> Ints:
 def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, assignment: Sequence[int] = ()) -> Schedule:
     """Returns the schedule with the rows `order`, with each R right before its B.
 
-    `assignment` has the microbatch of each place, by default in the order of their numbers. If `tables` join passes that do not fit
+    `assignment[j]` is the microbatch in place j (see `Tables`), by default microbatch j. If `tables` join passes that do not fit
     separately, the schedule has a BW there.
     """
     number = assignment or range(tables.microbatches)
     stages, count = problem.placement.num_stages, [0] * len(tables.codes)
-    rows, letters = [], order.tolist()
+    rows, codes = [], order.tolist()
     for start, end in tables.ranks[["first", "stop"]].tolist():
         row = []
-        for code in letters[start:end]:
+        for code in codes[start:end]:
             op = Op(PLANNED[code // stages], code % stages, number[count[code]])
-            again = op.kind is Kind.B and problem.recomputes(op.stage)
-            row += [op._replace(kind=Kind.R), op] if again else [op]
+            recomputes = op.kind is Kind.B and problem.recomputes(op.stage)
+            row += [op._replace(kind=Kind.R), op] if recomputes else [op]
             count[code] += 1
         rows.append(tuple(row))
     schedule = Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))

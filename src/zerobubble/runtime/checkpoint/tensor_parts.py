@@ -38,7 +38,7 @@ def marks_of(modules: Iterable[nn.Module]) -> dict[nn.Parameter, Mark]:
 
 
 def whole(parameter: nn.Parameter, name: str, key: str, tensor: Tensor, marks: Marks) -> Tensor:
-    """Returns the whole tensor of which `tensor` is a part. The optimizer keeps it as `key` of this rank's part, the parameter `name`.
+    """Returns the whole of `tensor`, which the optimizer keeps as `key` for `parameter`, called `name`; `tensor` itself if it is whole.
 
     Single numbers are the same on all ranks. Raises `InputError` for any other tensor without the shape of the parameter.
     """
@@ -90,7 +90,7 @@ class TensorPart(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} of a part of a tensor: only checkpoints take it")
+        raise NotImplementedError(f"{func} cannot take a TensorPart, which only checkpoints can use")
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         data = TensorWriteData(self._chunk, TensorProperties.create_from_tensor(self.local), self.shape)

@@ -37,7 +37,7 @@ class WeightGathers:
 
     @property
     def is_over(self) -> bool:
-        """Whether the step starts no further gather."""
+        """Whether all gathers of this step of the pipeline have started."""
         return self._to_come == 0
 
     def begin(self, *, trains: bool) -> None:

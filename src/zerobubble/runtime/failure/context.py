@@ -27,7 +27,7 @@ class AgreedError(Exception):
 class ContextOwner(Protocol):
     """A rank's part in a pipeline, as far as its contexts use it.
 
-    `num_calls` counts the calls that play steps. `entered` is when the `outermost` context was entered, in seconds of `time.monotonic`.
+    `num_calls` counts the calls that run steps. `entered` is when the `outermost` context was entered, in seconds of `time.monotonic`.
     """
 
     activity: Activity | None
@@ -49,10 +49,10 @@ class ContextOwner(Protocol):
 
 
 class FailureContext:
-    """One activity of a rank. A class and not a generator, because every step enters several.
+    """One activity of a rank. A class, because entering a generator takes longer and every step enters several.
 
-    `counts` is 1 for a call that plays steps. The call is counted before anything can stop it. If an interrupt stops the rank here, before
-    anything is reported, its number shows that it is out of step with the others.
+    `counts` is 1 for a call that runs steps, else 0. `num_calls` grows before anything can stop the call. If an interrupt stops it before
+    it reports anything, this number shows that the rank is out of step with the others.
     """
 
     __slots__ = ("_activity", "_counts", "_outer", "_owner")

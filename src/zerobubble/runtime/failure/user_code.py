@@ -44,7 +44,7 @@ def begin_at_user_code(error: BaseException) -> None:
 
 
 def keep_only_user_code(error: BaseException) -> None:
-    """Drops the errors before `error`, and its traceback before the first frame of the user's code; all of it if it has none."""
+    """Drops the context of `error`, and its traceback before the first frame of the user's code, or all of it without such a frame."""
     error.__context__ = None
     begin_at_user_code(error)
     if not user_place(error):
@@ -52,7 +52,7 @@ def keep_only_user_code(error: BaseException) -> None:
 
 
 def warn_user(message: str) -> None:
-    """Warns at the line of the user's code that the current call comes from; at the outermost line if all of it is installed."""
+    """Warns at the line of the user's code that the current call comes from; at the outermost line if there is none."""
     frame = sys._getframe(1)
     while not _is_users(frame) and frame.f_back is not None:
         frame = frame.f_back

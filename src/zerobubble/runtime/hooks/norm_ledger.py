@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zerobubble.runtime.hooks.clip import Norms
 from zerobubble.runtime.transport.control import Topic
 
-_WAITS, _OVERFLOWN, _HEAD = 0, 1, 2
+_WAITS, _OVERFLOWED, _HEAD = 0, 1, 2
 """The entries of the two flags, and the number of entries before the norms."""
 _ABSENT = -1.0
 """Stands for the norm of a parameter without a gradient."""
@@ -82,14 +82,14 @@ class NormLedger:
         ledger[:_HEAD] = 0.0
         return ledger
 
-    def write(self, ledger: Tensor, norms: Norms, *, overflown: bool) -> None:
+    def write(self, ledger: Tensor, norms: Norms, *, overflowed: bool) -> None:
         """Writes this rank's norms. The rank must wait if the norms so far need clipping or skipping."""
         for place, stage, parameters in self._mine:
             written = dict(zip(norms[stage].parameters, norms[stage].values.tolist(), strict=True)) if stage in norms else {}
             row = [written.get(parameter, _ABSENT) for parameter in parameters]
             ledger[place : place + len(row)] = torch.tensor(row, dtype=torch.float64, device="cpu")
-        if overflown:
-            ledger[_OVERFLOWN] = 1.0
+        if overflowed:
+            ledger[_OVERFLOWED] = 1.0
         if not self._may_step(ledger):
             ledger[_WAITS] = 1.0
 
@@ -109,17 +109,17 @@ class NormLedger:
         """Returns whether a rank that has written must wait for the complete ledger before it steps."""
         return bool(ledger[_WAITS])
 
-    def overflown(self, ledger: Tensor) -> bool:
+    def overflowed(self, ledger: Tensor) -> bool:
         """Returns whether a GradScaler found an overflow on a rank that has written."""
-        return bool(ledger[_OVERFLOWN])
+        return bool(ledger[_OVERFLOWED])
 
     def is_skipped(self, ledger: Tensor) -> bool:
         """Returns whether the step is skipped: a gradient is not finite, or the norm of all is not."""
-        return self.overflown(ledger) or not bool(self.total(ledger).isfinite())
+        return self.overflowed(ledger) or not bool(self.total(ledger).isfinite())
 
     def _may_step(self, ledger: Tensor) -> bool:
         """Returns whether the norms so far need neither skipping nor clipping."""
         total = self.total(ledger)
         # the factor of `torch.nn.utils.clip_grad_norm_`, with its 1e-6
         clips = self._max_norm is not None and bool(self._max_norm / (total + 1e-6) < 1)
-        return bool(total.isfinite()) and not clips and not self.overflown(ledger)
+        return bool(total.isfinite()) and not clips and not self.overflowed(ledger)

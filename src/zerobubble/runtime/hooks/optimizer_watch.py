@@ -48,14 +48,14 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def owners_of(parameters: Iterable[Tensor]) -> Iterator[tuple[StepRunner, list[Tensor]]]:
-    """Yields each watched runner that owns some of the `parameters`, with these."""
+    """Yields each watched runner that owns any of the `parameters`, with those that it owns."""
     given = list(parameters)
-    for runner in pipelines():
+    for runner in watched_runners():
         own = set(runner.parameters())
         if found := [parameter for parameter in given if parameter in own]:
             yield runner, found
 
 
-def pipelines() -> list[StepRunner]:
+def watched_runners() -> list[StepRunner]:
     """Returns the runners that are watched."""
     return [runner for reference in _watched.valuerefs() if (runner := reference()) is not None]

@@ -187,11 +187,11 @@ class PostValidation(StepHook):
     def _step(self) -> None:
         """Steps early if this rank may. The last rank knows all norms and makes the exact step."""
         self._finish_sends()
-        overflown = self._unscale()
+        overflowed = self._unscale()
         norms = norms_of(self._parts, 2.0, IN_GRAD, self._pipeline.sharded)
         ledger = self._receive_down()
         self._expect()
-        self._form.write(ledger, norms, overflown=overflown)
+        self._form.write(ledger, norms, overflowed=overflowed)
         rank, size = self._peers.rank, self._peers.size
         if self._is_last:
             self._sends = [self._peers.send_control(NormsOfAll(ledger), other) for other in range(size - 1)]
@@ -273,7 +273,7 @@ class PostValidation(StepHook):
             with self._as_it_was(), changing_weights():
                 self._make_exact(ledger, self.norm)
         if self._scaler is not None:
-            set_found_inf(self._scaler, self.optimizers, self._pipeline.device, is_found=self._form.overflown(ledger))
+            set_found_inf(self._scaler, self.optimizers, self._pipeline.device, is_found=self._form.overflowed(ledger))
             self._scaler.update()
         self._gradients = {}
         self._has_stepped = False

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import DistributedSampler
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.hooks.optimizer_watch import owners_of, pipelines
+from zerobubble.runtime.hooks.optimizer_watch import owners_of, watched_runners
 from zerobubble.runtime.step.runner import StepRunner
 
 CLIP = "_clip_grads_with_norm_"
@@ -53,7 +53,7 @@ def _iterate(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[A
     @wraps(original)
     def iterate(sampler: DistributedSampler[Any]) -> Iterator[Any]:
         """Refuses samples for this rank alone: the ranks of a pipeline work on the same microbatches."""
-        ranks = max(map(_open_ranks, pipelines()), default=1)
+        ranks = max(map(_open_ranks, watched_runners()), default=1)
         if dist.is_initialized() and takes_rank_for_replica(sampler, dist.get_world_size(), dist.get_rank(), ranks):
             raise InputError(
                 "a DistributedSampler over all {got} ranks gives the {ranks} ranks of a pipeline different samples",

@@ -1,4 +1,4 @@
-"""Reports missing gradients on channels whose gradients were all present before: a notice says from which message on lists follow.
+"""Reports missing gradients on channels that had all before: a notice says from which message on each has a list of those present.
 
 Receives are posted early, with known shapes, so a missing gradient travels as zeros. The receive of a notice is posted before all others of
 its channel, and the transport completes messages between two ranks in order. So once a gradient has arrived, a notice sent before it has
@@ -41,7 +41,7 @@ class MissingGradientsSender:
         self._has_notified = False
 
     def send(self, index: int, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Work]]:
-        """Starts sending, before message `index`, which of its gradients are present, once one was missing in this step.
+        """Starts sending, before message `index`, the list of which gradients it has, if any gradient was missing in this step so far.
 
         Returns tensors and works; keep the tensors until their works are done.
         """

@@ -49,7 +49,7 @@ class BufferOrder:
                         name=name,
                         module=path or "the stage",
                         remedy=(
-                            "leave the module out of it, or recompute the stage by R passes, which leave buffers alone "
+                            "do not checkpoint this module, or recompute the stage by R passes, which leave buffers alone "
                             "(zerobubble.schedules.with_recompute)"
                         ),
                     )

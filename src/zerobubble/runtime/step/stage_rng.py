@@ -2,7 +2,7 @@
 
 A stream is seeded by what the pass computes, not by when and where it runs: by the seed that all ranks share, the step, the stage, and the
 index of the microbatch in the whole batch. So masks are the same under every schedule and on any number of ranks, and no two passes share
-them. The user's generators advance equally on all ranks, whose data loaders shuffle with them.
+them. The user's generators, with which data loaders shuffle, advance equally on all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerobubble.runtime.values.random_state import RandomState, generators_of, m
 SeedPass = Callable[[int, int, bool], None]
 """A function `(stage, microbatch, is_backward)` that seeds the stream of a forward or backward on this rank."""
 TRAINS = -1
-"""Replaces the number of an evaluation in the streams of training steps."""
+"""Stands for the number of the evaluation in the streams of training steps, which are not part of one."""
 
 
 class StageRng:

@@ -89,7 +89,7 @@ class Waiting:
         self.now = None
 
     def exchange(self, peer: int, doing: str) -> Exchange:
-        """Returns a context for an exchange with `peer` that raises `PeerGoneError`; it can be entered repeatedly."""
+        """Returns a reusable context for an exchange with `peer`: a `PeerGoneError` in it becomes a `LostContactError`."""
         return Exchange(self, (peer, doing, ()))
 
     def collective(self, doing: str, among: Sequence[int] = ()) -> Exchange:

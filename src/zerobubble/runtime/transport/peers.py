@@ -38,8 +38,8 @@ class Peers:
         self.standing = transport.standing
         self.lockstep = lockstep
         self._transport = transport
-        self._number_of_all = self.members == tuple(range(transport.size))
-        self.wait: Callable[[Work, int, str], None] = transport.waiting.wait if self._number_of_all else self._wait
+        self._are_all = self.members == tuple(range(transport.size))
+        self.wait: Callable[[Work, int, str], None] = transport.waiting.wait if self._are_all else self._wait
 
     @property
     def device(self) -> torch.device:
@@ -55,19 +55,19 @@ class Peers:
         self._transport.waiting.wait(work, self.members[peer], doing)
 
     def exchange(self, peer: int, doing: str) -> Exchange:
-        """Returns a context for an exchange with `peer` that raises `PeerGoneError`; it can be entered repeatedly."""
+        """Returns a reusable context for an exchange with `peer`: a `PeerGoneError` in it becomes a `LostContactError`."""
         return self._transport.waiting.exchange(self.members[peer], doing)
 
     def collective(self, doing: str) -> AbstractContextManager[None]:
         """Returns a context for a collective of all peers: a failed exchange in it becomes a `LostContactError` with everybody."""
-        return self._transport.collective(doing, () if self._number_of_all else self.members)
+        return self._transport.collective(doing, () if self._are_all else self.members)
 
     def lost_contact(self, peer: int, doing: str, reason: str) -> LostContactError:
         """Returns the error that nothing arrives from `peer`, for this `reason`."""
         return LostContactError(self.members[peer], doing, reason)
 
     def line_from(self, peer: int, carries: Any, number: int = 0) -> Line:
-        """Returns the line from `peer` to this rank."""
+        """Returns the `Line` from `peer` to this rank; it and `line_to` start no transfer."""
         return Line(self.members[peer], self._transport.rank, carries, number)
 
     def line_to(self, peer: int, carries: Any, number: int = 0) -> Line:
@@ -87,15 +87,15 @@ class Peers:
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """Returns this rank's end of a channel that carries whole messages; see `Endpoint.message_lane`."""
-        return self._transport.message_lane(in_all(channel, self.members), messages, at_once)
+        return self._transport.message_lane(in_transport_ranks(channel, self.members), messages, at_once)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
         """Connects channels before their first use; every peer calls it with the same ones."""
-        self._transport.open_channels([in_all(channel, self.members) for channel in channels])
+        self._transport.open_channels([in_transport_ranks(channel, self.members) for channel in channels])
 
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
         """Returns the bytes that the endpoint will hold in steps with this traffic; see `Endpoint.bytes_for`."""
-        return self._transport.bytes_for({in_all(channel, self.members): sent for channel, sent in traffic.items()})
+        return self._transport.bytes_for({in_transport_ranks(channel, self.members): sent for channel, sent in traffic.items()})
 
     def replicate(self, tensor: Tensor, source: int, doing: str, among: Iterable[int] | None = None) -> None:
         """Copies `tensor` from the peer `source` to all peers, or to those in `among`. All of them call it."""
@@ -127,9 +127,9 @@ class Peers:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns the `value` of each peer, in rank order; see `write_plain` for the values. Call it in a `collective`."""
-        return self._transport.gather_objects(value, None if self._number_of_all else self.members)
+        return self._transport.gather_objects(value, None if self._are_all else self.members)
 
 
-def in_all(channel: Channel, members: Sequence[int]) -> Channel:
-    """Returns a channel among `members`, whose ranks count from 0 among them, with the ranks of the transport."""
+def in_transport_ranks(channel: Channel, members: Sequence[int]) -> Channel:
+    """Converts the ranks of `channel`, which are positions in `members`, to ranks of the transport."""
     return channel._replace(source=members[channel.source], destination=members[channel.destination])

@@ -10,7 +10,7 @@ sleeps.
 
 There is one writer for each counter and no lock. The sender writes the payload and then its counter; the receiver reads them in the
 opposite order. Only processors with total store order, such as x86-64, keep the two stores in order. If the receiver marks itself asleep
-just after the sender has looked, no wake-up comes: it polls the counter while it sleeps.
+just after the sender has looked, no wake-up comes; so it also polls the counter while it sleeps.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class RingLane:
             ring.turn_to(self)
         words, count = ring.segment.words, ring.count
         if words[_PUT] <= count and not (ring.spins and _spun_until(lambda: words[_PUT] > count)):
-            words[_ASLEEP] = 1  # before the last look at the counter, which `sleep_until` takes first
+            words[_ASLEEP] = 1  # set before `sleep_until`, which looks at the counter once more before it sleeps
             try:
                 ring.connection.sleep_until(lambda: words[_PUT] > count)
             finally:
@@ -233,7 +233,7 @@ def _spun_until(ready: Callable[[], bool]) -> bool:
 def _places(shapes: Shapes) -> list[tuple[int, int]]:
     """Returns the offset and bytes of each tensor of a message in a slot; the byte after them holds its mark.
 
-    Copies use addresses: a dispatched copy costs far more.
+    Messages are copied by address: a copy through PyTorch's dispatcher costs far more.
     """
     places, offset = [], 0
     for size, dtype, _ in shapes:
