@@ -225,7 +225,7 @@ def test_experts_are_divided_over_ep_and_shared_by_the_others() -> None:
     assert [whole - some for whole, some in zip(one.parameters, one.expert_parameters, strict=True)] == [
         whole - some for whole, some in zip(four.parameters, four.expert_parameters, strict=True)
     ]
-    total = sum(one.parameters) + (one.setting.words - EXPERTS.vocabulary) * EXPERTS.hidden
+    total = sum(one.parameters) + (one.setting.padded_vocabulary - EXPERTS.vocabulary) * EXPERTS.hidden
     assert total == EXPERTS.parameters + EXPERTS.vocabulary * EXPERTS.hidden  # of the tied embedding the last stage has a copy
     assert one.optimizer == four.optimizer  # 12 bytes of all experts over 8 GPUs, or of a quarter over 2
 
@@ -422,7 +422,7 @@ WRONG = [
     (lambda: built(gradients="fp16"), ("gradients", "fp16")),
     (lambda: built(ep=2), ("megatron-175b", "ep=2", "GPUs", 1)),
     (lambda: transformer(EXPERTS, gpu="H100", ep=3), ("ep=3", 16, "small-experts")),
-    (lambda: transformer(EXPERTS, gpu="H100", tp=2, sequence_parallel=False), ("small-experts", "GPU")),
+    (lambda: transformer(EXPERTS, gpu="H100", tp=2, sequence_parallel=False), ("small-experts", "tp=2")),
     (lambda: replace(EXPERTS, experts=Experts(4, 5, 512)), ("small-experts", 5, 4)),
     (
         lambda: replace(EXPERTS, fused_attention=False),
