@@ -97,10 +97,10 @@ def _every_schedule(shape: Shape) -> tuple[dict[str, Shape], list[str]]:
         raise lacking("table", shape)
     recipes = [recipe for recipe in known_schedules().values() if recipe.trains]
     refused = [reason for recipe in recipes if (reason := recipe.refusal(ranks, microbatches))]
-    able = [recipe.name for recipe in recipes if recipe.allows(ranks, microbatches)]
-    if not able:
+    allowed = [recipe.name for recipe in recipes if recipe.allows(ranks, microbatches)]
+    if not allowed:
         raise InputError("no schedule has this shape: {refused}", refused=refused[0])
-    return shapes_of_names(able, shape), refused
+    return shapes_of_names(allowed, shape), refused
 
 
 def _line(given: Given, times: Times, comm: float) -> Line:

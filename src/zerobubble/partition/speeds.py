@@ -57,10 +57,10 @@ def as_links(given: Sequence[float], num_ranks: int) -> Links:
     return () if all(speed == 1 for speed in links) else tuple(map(float, links))
 
 
-def _require_speeds(speeds: Sequence[float], of: str, normal: str) -> None:
+def _require_speeds(speeds: Sequence[float], owner: str, normal: str) -> None:
     for place, speed in enumerate(speeds):
         if not NUMBER.accepts(speed) or not 1 / FASTEST <= speed <= FASTEST:
-            wanted = f"the speed {of.format(place)} must be a number from {1 / FASTEST:.6f} to {FASTEST:,}, got {shown(speed)}"
+            wanted = f"the speed {owner.format(place)} must be a number from {1 / FASTEST:.6f} to {FASTEST:,}, got {shown(speed)}"
             raise InputError("{wanted}", wanted=wanted, remedy=f"give 1 {normal}, 0.5 for twice as long")
 
 

@@ -186,8 +186,8 @@ class Plan(Displayed):
 
     def _summary(self) -> str:
         kind = "placement" if self.head is None else "head placement"
-        of = f", best of {counted(len(self.choices), kind)}" if len(self.choices) > 1 else ""
-        where = f"on {self.placement.name} over {counted(self.placement.num_ranks, 'rank')}{of}"
+        among = f", best of {counted(len(self.choices), kind)}" if len(self.choices) > 1 else ""
+        where = f"on {self.placement.name} over {counted(self.placement.num_ranks, 'rank')}{among}"
         if self.time is None or self.bubble is None:
             return f"{where}: {self.status}, {self.reason}"
         aim, bubbles = self.problem.objective, f"{show_percent(self.bubble)} of the {self.problem.objective}"

@@ -114,9 +114,9 @@ class Report(Displayed):
 
     def drawn_steps(self) -> tuple[Timeline, Timeline] | None:
         """The step of 1F1B and that of the run, which the page draws: the measured ones, or else the simulated; None without both."""
-        for of in ("measured", "predicted"):
-            own: Timeline | None = getattr(self, of)
-            base = [t for t in self.timelines if t.name == REFERENCE and (t.source == "simulated") == (of == "predicted")]
+        for kind in ("measured", "predicted"):
+            own: Timeline | None = getattr(self, kind)
+            base = [t for t in self.timelines if t.name == REFERENCE and (t.source == "simulated") == (kind == "predicted")]
             if own is not None and own.name != REFERENCE and own.makespan and base:
                 return base[0], own
         return None

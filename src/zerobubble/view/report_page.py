@@ -49,9 +49,9 @@ def _cards(report: Report) -> Iterator[str]:
         yield from _speed_card(report)
     if report.losses:
         name, losses = next(iter(report.losses.items()))
-        of = "first to last step" if report.held_out is None else "held-out data, before and after"
+        which = "first to last step" if report.held_out is None else "held-out data, before and after"
         first, last = report.held_out or (losses[0], losses[-1])
-        yield card(f"Loss, {of}", f'{first:.3f}<span class="arrow">→</span>{last:.3f}', f"{escape(name)}, {len(losses)} steps")
+        yield card(f"Loss, {which}", f'{first:.3f}<span class="arrow">→</span>{last:.3f}', f"{escape(name)}, {len(losses)} steps")
     difference = report.loss_difference()
     if difference is not None:
         _, other, largest, step = difference

@@ -268,12 +268,12 @@ def _require_layers(name: str, placement: Placement, num_layers: int | None) -> 
         )
 
 
-def in_microbatches(room: int, work: WorkOptions) -> float:
+def in_microbatches(memory: int, work: WorkOptions) -> float:
     """Converts bytes of memory to microbatches. Raises `InputError` if the bytes of a microbatch are unknown."""
     if work.microbatch_bytes is None:
         remedy = "give --microbatch-bytes, the bytes of a microbatch on a rank, or --memory in microbatches"
         raise InputError("{argument} in bytes needs the bytes of a microbatch, which times lack", argument="--memory", remedy=remedy)
-    return room / work.microbatch_bytes
+    return memory / work.microbatch_bytes
 
 
 def read_workload(file: str, given: WorkOptions) -> Workload:

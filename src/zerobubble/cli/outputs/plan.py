@@ -39,17 +39,17 @@ def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> No
 
 def _answers(found: Plan) -> Iterator[Evaluation]:
     """Yields the winner and the runner-up, or the fastest plan with gathers or without offload; with a head, the best of each way."""
-    able = [choice for choice in found.choices if choice.plan.order is not None]
+    feasible = [choice for choice in found.choices if choice.plan.order is not None]
     if found.head is not None:
-        for choice in able:
+        for choice in feasible:
             yield _evaluated(choice.plan, f"{choice.name} on {choice.plan.placement.name}: {choice.plan.schedule.name}")
         return
     if (gathers := found.saving(FewGathers)) is not None:
         others = [("winner", found.placement.name, found), ("fastest", gathers.quickest.plan.placement.name, gathers.quickest.plan)]
     elif found.problem.host is not None:
-        others = [("winner", found.placement.name, found), *(("without offload", choice.name, choice.plan) for choice in able[:1])]
+        others = [("winner", found.placement.name, found), *(("without offload", choice.name, choice.plan) for choice in feasible[:1])]
     else:
-        others = [(place, choice.name, choice.plan) for place, choice in zip(("winner", "runner-up"), able, strict=False)]
+        others = [(place, choice.name, choice.plan) for place, choice in zip(("winner", "runner-up"), feasible, strict=False)]
     for place, name, one in others:
         yield _evaluated(one, f"{place}: {name}, {one.how}")
 
@@ -93,7 +93,7 @@ def _reasons(found: Plan, evaluations: list[Evaluation]) -> str:
 def _beyond_memory(problem: Problem, evaluations: list[Evaluation]) -> Iterator[str]:
     """Yields a sentence if 1F1B does not fit the memory."""
     last = evaluations[-1]
-    over = [rank for rank, (peak, room) in enumerate(zip(last.peaks, problem.limits.memory, strict=True)) if peak > room]
+    over = [rank for rank, (peak, limit) in enumerate(zip(last.peaks, problem.limits.memory, strict=True)) if peak > limit]
     if last.schedule.name == USUAL and over:
         held = counted(last.peak_microbatches[over[0]], "microbatch")
         yield f"{USUAL} does not fit: rank {over[0]} would hold {held}, more than its memory."

@@ -132,9 +132,9 @@ def _copy(model: nn.Module, *, evaluate: bool, in_float64: bool) -> nn.Module:
     return made.eval() if evaluate else made
 
 
-def _compare_outputs(of: tuple[str, str], cut: ModelCut, ours: tuple[Noted, Any], uncut: tuple[Noted, Any]) -> None:
+def _compare_outputs(names: tuple[str, str], cut: ModelCut, ours: tuple[Noted, Any], uncut: tuple[Noted, Any]) -> None:
     """Compares the outputs of the units, in the order of the uncut model, and then the output of the model."""
-    (model, types), (found, given), (expected, output) = of, ours, uncut
+    (model, types), (found, given), (expected, output) = names, ours, uncut
     for call, tensors in expected.items():
         if _lists_differ(found.get(call, []), tensors):
             raise InputError(

@@ -52,18 +52,18 @@ def coarsened(problem: Problem, ranks: int, microbatches: int) -> Problem:
     route, costs = problem.placement.routes[0], problem.costs
     stages = [stage for stage, rank in enumerate(route) if rank in new_rank]
     held = {rank: sum(max(costs.held_after_f[s], costs.held_after_b[s]) for s in stages if route[s] == rank) for rank in kept}
-    again = problem.recomputation
+    recomputation = problem.recomputation
     limits = Limits(tuple(max(problem.limits.memory[rank] * ranks // full, held[rank], 1) for rank in kept))
     columns = (costs.forward, costs.backward, costs.weight, costs.held_after_f, costs.held_after_b)
     forward, backward, weight, after_f, after_b = (tuple(column[stage] for stage in stages) for column in columns)
     comm = tuple(max(costs.comm[stage:next_stage]) for stage, next_stage in pairwise(stages))
     placement = Placement("custom", ranks, (tuple(new_rank[route[stage]] for stage in stages),))
     small = Problem(placement, microbatches, Costs(forward, backward, weight, comm, after_f, after_b), limits, problem.objective)
-    if again is None:
+    if recomputation is None:
         return small
-    offered = tuple(level.on(stages) for level in again.offered)
-    chosen = tuple(again.chosen[stage].on(stages) for stage in stages)
-    return replace(small, costs=small.costs.with_recompute(chosen), recomputation=replace(again, offered=offered, chosen=chosen))
+    offered = tuple(level.on(stages) for level in recomputation.offered)
+    chosen = tuple(recomputation.chosen[stage].on(stages) for stage in stages)
+    return replace(small, costs=small.costs.with_recompute(chosen), recomputation=replace(recomputation, offered=offered, chosen=chosen))
 
 
 def coarse_problems(problem: Problem) -> list[Problem]:

@@ -128,10 +128,10 @@ def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Sche
     codes = np.concatenate([plain.codes, np.full(stages, -1, CODE)])
     ranks = plain.ranks.copy()
     for stage, home in enumerate(problem.placement.routes[0]):
-        forward, backward, again = (KINDS.index(kind) * stages + stage for kind in (Kind.F, Kind.B, Kind.R))
-        codes[again]["rank"], codes[again]["predecessor"], codes[again]["successor"] = home, forward, backward
+        forward, backward, recompute = (KINDS.index(kind) * stages + stage for kind in (Kind.F, Kind.B, Kind.R))
+        codes[recompute]["rank"], codes[recompute]["predecessor"], codes[recompute]["successor"] = home, forward, backward
         for name in ("time", "held", "ahead", "over", "lag", "grows"):
-            codes[again][name] = 0
+            codes[recompute][name] = 0
     for rank in range(len(ranks)):
         ranks[rank]["first"] += m * sum(home < rank for home in problem.placement.routes[0])
         ranks[rank]["stop"] += m * sum(home <= rank for home in problem.placement.routes[0])
@@ -334,28 +334,28 @@ def set_level(tables: Tables, choice: Choice, stage: int, level: int) -> None:
 
 
 @compiled
-def set_recomputed(tables: Tables, choice: Choice, stage: int, j: int, again: bool) -> None:
+def set_recomputed(tables: Tables, choice: Choice, stage: int, j: int, recomputed: bool) -> None:
     """Sets whether a forward is recomputed, at the level of its stage."""
     stages, m = len(choice.level), tables.microbatches
     forward, own = stage * m + j, (RECOMPUTE * stages + stage) * m + j
     at, rank = choice.level[stage] * stages + stage, tables.codes[stage].rank
-    time, kept = (choice.time[at], choice.kept[at]) if again else (0, choice.saved[stage])
+    time, kept = (choice.time[at], choice.kept[at]) if recomputed else (0, choice.saved[stage])
     tables.ranks[rank].work += time - tables.time[own]
     tables.time[own] = time
     tables.held[forward] = kept
     tables.held[own] = choice.saved[stage] - kept
-    tables.absent[own] = 0 if again else 1
+    tables.absent[own] = 0 if recomputed else 1
 
 
 @compiled
 def put_in_place(tables: Tables, rows: Rows, stages: int, stage: int) -> None:
     """Moves the R's of a stage that are left out to where they might run: right before their B, or the next R if that is earlier."""
     m = tables.microbatches
-    backward, again = (stages + stage) * m, (RECOMPUTE * stages + stage) * m
+    backward, recompute = (stages + stage) * m, (RECOMPUTE * stages + stage) * m
     before = len(rows.code)
     for j in range(m - 1, -1, -1):
-        at = rows.where[again + j]
-        if tables.absent[again + j]:
+        at = rows.where[recompute + j]
+        if tables.absent[recompute + j]:
             before = min(before, rows.where[backward + j])
             while at + 1 < before:
                 swap(tables, rows, at, at + 1)

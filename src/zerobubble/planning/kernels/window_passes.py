@@ -41,8 +41,8 @@ class Pipeline:
 
     def left(self, time: int, groups: Sequence[MicrobatchGroup]) -> list[int]:
         """Returns, by rank, the ns left for further R's in a schedule of length `time` whose microbatches have the R's of `groups`."""
-        again = recompute_times(self.problem.placement, groups)
-        return [time * self.unit - own - more for own, more in zip(self.work, again, strict=True)]
+        recompute = recompute_times(self.problem.placement, groups)
+        return [time * self.unit - own - more for own, more in zip(self.work, recompute, strict=True)]
 
     def spare(self, time: int, groups: Sequence[MicrobatchGroup]) -> Ints:
         """Returns the bytes that further R's can save at once on each rank."""
@@ -103,9 +103,9 @@ class Table:
         backward, weight = (self.at[key._replace(kind=kind)] for kind in (Kind.B, Kind.W))
         most = max((saved for _, saved in alike.options[stage]), default=0)
         yield self.at[key], backward, weight, kept, alike.costs.held_after_b[stage], most
-        if again := self.at.get(key._replace(kind=Kind.R)):
+        if recompute := self.at.get(key._replace(kind=Kind.R)):
             more = alike.saved[stage] - kept
-            yield again, backward, weight, more, min(more, max(0, pending - kept)), 0
+            yield recompute, backward, weight, more, min(more, max(0, pending - kept)), 0
 
     def _waits(self, times: Ints) -> Iterator[tuple[int, int, int]]:
         """The rows of `Passes.waits`: chains of each microbatch, and the order of equal microbatches on a stage."""

@@ -37,7 +37,7 @@ def _are_levels(given: Any) -> bool:
 
 def _is_level(what: Any) -> bool:
     if isinstance(what, Mapping):
-        return all(isinstance(stage, int) and _is_chosen(of) for stage, of in what.items())
+        return all(isinstance(stage, int) and _is_chosen(chosen) for stage, chosen in what.items())
     return _is_chosen(what)
 
 
@@ -205,7 +205,7 @@ def _refuse_in_place(path: str, part: nn.Module, stage: int) -> None:
 def _words(what: Any) -> str:
     """Describes what a level recomputes, identically on all ranks."""
     if isinstance(what, Mapping):
-        return "; ".join(f"stage {stage}: {_words(of)}" for stage, of in sorted(what.items()))
+        return "; ".join(f"stage {stage}: {_words(chosen)}" for stage, chosen in sorted(what.items()))
     if isinstance(what, str):
         return what
     if isinstance(what, type):

@@ -166,8 +166,9 @@ class MicrobatchOrdering:
         priced, limits = self._problem(schedule, costs)
         ordered = order_microbatches(schedule, priced, limits=limits, evaluations=evaluations)
         first = schedule.placement.routes[0][0]
-        taken = {place.microbatch: taker.microbatch for place, taker in zip(schedule.rows[first], ordered.rows[first], strict=True)}
-        return tuple(taken[place] for place in range(schedule.num_microbatches))
+        pairs = zip(schedule.rows[first], ordered.rows[first], strict=True)
+        order = {before.microbatch: after.microbatch for before, after in pairs}
+        return tuple(order[place] for place in range(schedule.num_microbatches))
 
     def _problem(self, schedule: Schedule, costs: tuple[float, ...]) -> tuple[Costs, Limits | None]:
         """Returns the costs of the microbatches of a step, and the memory limits of ranks: no less than in the order of the data."""

@@ -144,17 +144,17 @@ def _entry(name: str, called: str, result: Type, random: Type, given: tuple[Type
     arguments, at = list[str](), 0
     have = [word for kind in (random, *given) for word in words_of(kind)]
     need = [word for kind in (random, *wanted) for word in words_of(kind)]
-    for at, (word, of) in enumerate(zip(have, need, strict=True)):
+    for at, (word, type_) in enumerate(zip(have, need, strict=True)):
         lines.append(f"  %p{at} = getelementptr i8, ptr %words, i64 {8 * at}")
         lines.append(f"  %w{at} = load {'i64' if word == 'i1' else word}, ptr %p{at}, align 8")
         if word == "i1":
             lines.append(f"  %b{at} = icmp ne i64 %w{at}, 0")
         value = f"%b{at}" if word == "i1" else f"%w{at}"
-        if word != of:
-            how = {("i64", "double"): "sitofp", ("i1", "double"): "uitofp", ("i1", "i64"): "zext"}[word, of]
-            lines.append(f"  %c{at} = {how} {word} {value} to {of}")
+        if word != type_:
+            how = {("i64", "double"): "sitofp", ("i1", "double"): "uitofp", ("i1", "i64"): "zext"}[word, type_]
+            lines.append(f"  %c{at} = {how} {word} {value} to {type_}")
             value = f"%c{at}"
-        arguments.append(f"{of} {value}")
+        arguments.append(f"{type_} {value}")
     kinds = list(words_of(result))
     kind = "void" if not kinds else kinds[0] if len(kinds) == 1 else "{" + ", ".join(kinds) + "}"
     lines.append(f"  {'%r = ' if kinds else ''}call {kind} @{called}({', '.join(arguments)})")

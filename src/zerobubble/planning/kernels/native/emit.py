@@ -199,8 +199,8 @@ class _Walk(Expressions):
         if name not in self._slots or self._slots[name].type != kind:
             self._slots[name] = Value(kind, tuple(self.alloca(word) for word in words_of(kind)))
         fitted = self.fitted(value, kind)
-        for slot, word, of in zip(self._slots[name].words, fitted.words, words_of(kind), strict=True):
-            self.lines.append(f"  store {of} {word}, ptr {slot}")
+        for slot, word, type_ in zip(self._slots[name].words, fitted.words, words_of(kind), strict=True):
+            self.lines.append(f"  store {type_} {word}, ptr {slot}")
 
     def name(self, name: str) -> Value | Known:
         """Returns a variable, an argument, or the global of the function's module with this name."""
@@ -209,7 +209,7 @@ class _Walk(Expressions):
         if name in self._slots:
             slot = self._slots[name]
             return Value(
-                slot.type, tuple(self.put(f"load {of}, ptr {word}") for word, of in zip(slot.words, words_of(slot.type), strict=True))
+                slot.type, tuple(self.put(f"load {type_}, ptr {word}") for word, type_ in zip(slot.words, words_of(slot.type), strict=True))
             )
         if name in self.types:
             raise self.fault(f"{name} may not have a value yet")
@@ -234,9 +234,9 @@ class _Walk(Expressions):
             self.begin(after)
 
     def _do_While(self, node: ast.While) -> None:
-        again, body, after = self.new_label(), self.new_label(), self.new_label()
-        self.end(f"br label %{again}")
-        self.begin(again)
+        head, body, after = self.new_label(), self.new_label(), self.new_label()
+        self.end(f"br label %{head}")
+        self.begin(head)
         test = self.truth(node.test)
         if isinstance(test, Known):
             assert test.value, "a loop that never runs"
@@ -244,13 +244,13 @@ class _Walk(Expressions):
             self.end(f"br i1 {test.words[0]}, label %{body}, label %{after}")
             self._left.add(after)
             self.begin(body)
-        self._loop(node.body, again, after)
-        self.end_if_open(f"br label %{again}")
+        self._loop(node.body, head, after)
+        self.end_if_open(f"br label %{head}")
         if after in self._left:
             self.begin(after)
 
-    def _loop(self, body: Sequence[ast.stmt], again: str, after: str) -> None:
-        self._loops.append((again, after))
+    def _loop(self, body: Sequence[ast.stmt], head: str, after: str) -> None:
+        self._loops.append((head, after))
         self.run(body)
         self._loops.pop()
 
@@ -283,11 +283,11 @@ class _Walk(Expressions):
 
     def _count(self, node: ast.For, first: Value, stop: Value, step: int, element: Callable[[Value], Value]) -> None:
         """Translates a loop over the integers from `first` to before `stop`."""
-        again, body, onward, after = (self.new_label() for _ in range(4))
+        head, body, onward, after = (self.new_label() for _ in range(4))
         counter = self.alloca("i64")
         self.lines.append(f"  store i64 {first.words[0]}, ptr {counter}")
-        self.end(f"br label %{again}")
-        self.begin(again)
+        self.end(f"br label %{head}")
+        self.begin(head)
         at = self.put(f"load i64, ptr {counter}")
         goes_on = self.put(f"icmp {'slt' if step > 0 else 'sgt'} i64 {at}, {stop.words[0]}")
         self.end(f"br i1 {goes_on}, label %{body}, label %{after}")
@@ -297,7 +297,7 @@ class _Walk(Expressions):
         self.end_if_open(f"br label %{onward}")
         self.begin(onward)
         self.lines.append(f"  store i64 {self.put(f'add nsw i64 {at}, {step}')}, ptr {counter}")
-        self.end(f"br label %{again}")
+        self.end(f"br label %{head}")
         self.begin(after)
 
     # Places in arrays

@@ -361,7 +361,7 @@ class Expressions(Lines):
         kinds = takes(source.function, [value.type for value in given])
         emitted = self.module.emitted(source, kinds)
         arguments = [self.random, *(self.fitted(*pair) for pair in zip(given, kinds, strict=True))]
-        words = ", ".join(f"{of} {word}" for value in arguments for word, of in zip(value.words, words_of(value.type), strict=True))
+        words = ", ".join(f"{type_} {word}" for value in arguments for word, type_ in zip(value.words, words_of(value.type), strict=True))
         kind, parts = self.llvm_result(emitted.result), list(words_of(emitted.result))
         if not parts:
             self.lines.append(f"  call void @{emitted.name}({words})")

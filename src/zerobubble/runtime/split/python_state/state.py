@@ -58,8 +58,8 @@ class Identity:
 
     __slots__ = ("_of",)
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
+    def __init__(self, value: Any) -> None:
+        self._of = value
 
     def __hash__(self) -> int:
         return id(self._of)
