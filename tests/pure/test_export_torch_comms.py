@@ -163,7 +163,7 @@ WAITING = to_torch_comms_csv(make("interleaved-1f1b", 2, 2), "2.15")
         (GOOD, "0UNSHARD", "0UNSHARD,1UNSHARD", ("line 1", "cell 2"), ("1UNSHARD", "remove")),
         (GOOD, "0UNSHARD", "0UNSHARD,1RESHARD", ("line 1", "cell 2"), ("1RESHARD", "gathered", "remove")),
         (GOOD, ",0RESHARD", "", ("line 1", "cell 1"), ("stage 0", "gathered", "0RESHARD")),
-        (GOOD, "0REDUCE_GRAD,", "", ("line 1", "cell 9"), ("stage 0", "undivided", "divided")),
+        (GOOD, "0REDUCE_GRAD,", "", ("line 1", "cell 9"), ("stage 0", "averaged", "0REDUCE_GRAD")),
         (GOOD, "0REDUCE_GRAD", "0REDUCE_GRAD,0REDUCE_GRAD", ("line 1", "cell 11"), ("0REDUCE_GRAD", "gradients")),
         (GOOD, "0REDUCE_GRAD", "0REDUCE_GRAD,1REDUCE_GRAD", ("line 1", "cell 11"), ("1REDUCE_GRAD", "gradients")),
         (
