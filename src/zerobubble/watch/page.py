@@ -188,11 +188,11 @@ def _rounded(value: float | None, factor: float) -> float | None:
 
 def _tables(runs: Sequence[Run], states: Sequence[dict[str, Any]], place: int) -> Iterator[str]:
     run, state = runs[place], states[place]
-    of = f" of {escape(run.name)}" if len(runs) > 1 else ""
-    yield section(f"stages-{place}", f"Stage times{of}", *_stages(run, state))
-    yield section(f"waits-{place}", f"Waits between ranks{of}", *_waits(state))
+    name = f" of {escape(run.name)}" if len(runs) > 1 else ""
+    yield section(f"stages-{place}", f"Stage times{name}", *_stages(run, state))
+    yield section(f"waits-{place}", f"Waits between ranks{name}", *_waits(state))
     rows = [MemoryRow(row["rank"], row["forecast"], row["measured"]) for row in state["memory"]]
-    yield memory_section(rows, f"Memory held for backward{of}", f"memory-{place}")
+    yield memory_section(rows, f"Memory held for backward{name}", f"memory-{place}")
 
 
 def _stages(run: Run, state: dict[str, Any]) -> tuple[str, str]:
