@@ -98,6 +98,7 @@ def read_search(data: Any) -> dict[str, Any]:
     objective = own.get("objective") or Objective.PERIOD.value
     if objective not in list(Objective):
         raise FieldError("objective", f"there is no objective {objective!r:.40}: give {' or '.join(Objective)}")
+    evaluations = None if own.get("evaluations") is None else int(_amount("evaluations", own["evaluations"], 1e9))
     return {
         "stages_of": asdict(question) if of_stages else None,
         "ranks": question.ranks,
@@ -107,8 +108,8 @@ def read_search(data: Any) -> dict[str, Any]:
         "held": question.held,
         "memory": question.memory,
         "objective": str(objective),
-        "seconds": _amount("seconds", own.get("seconds", 5), MOST_SECONDS),
-        "evaluations": None if own.get("evaluations") is None else int(_amount("evaluations", own["evaluations"], 1e9)),
+        "seconds": _amount("seconds", own.get("seconds", 5), MOST_SECONDS) if evaluations is None else None,
+        "evaluations": evaluations,
         "limits": _limits(own.get("limits") or []),
     }
 
