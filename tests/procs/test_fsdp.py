@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,7 +23,7 @@ from torch import nn
 import zerobubble as zb
 from tests.device import DEVICE
 from tests.procs.meshes import init_device_mesh
-from tests.procs.models import build, loss_fn
+from tests.procs.models import batch, build, loss_fn
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import (
@@ -443,3 +444,42 @@ def names_by_part(group: dist.ProcessGroup) -> list[set[str]]:
 @needs_fsdp2_on_cpu
 def test_parts_are_reduced_in_the_order_of_their_last_parameters(world: Ranks) -> None:
     assert world.run(names_by_part, ranks=4) == [[{"1.weight"}, {"0.weight", "2.weight"}]] * 4
+
+
+ALL_REDUCE_S = 0.02
+
+
+def durations_of_reductions(group: dist.ProcessGroup, way: str) -> list[float]:
+    """Seconds of each reduction of weights that are replicated and sharded, whose all-reduce takes at least `ALL_REDUCE_S`."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(DEVICE.type, (1, 2, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    all_reduce = dist.all_reduce
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(ALL_REDUCE_S)
+        return all_reduce(*args, **kwargs)
+
+    def make(stage: int, num_stages: int) -> nn.Module:
+        return fully_shard(build(stage, num_stages), mesh=mesh["dp_replicate", "dp_shard"])
+
+    with (
+        checked_device() if way == "on a device" else nullcontext(),
+        zb.Pipeline(make, "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe,
+    ):
+        inputs = batch(MICROBATCHES)
+        pipe.step(*inputs)
+        with mock.patch.object(dist, "all_reduce", slow):
+            pipe.step(*inputs)
+        return [(each.end - each.start) / 1e9 for each in pipe.timeline().reductions_of(0)]
+
+
+@needs_fsdp2_on_cpu
+@needs_own_reductions
+@pytest.mark.parametrize("way", ["in threads", "on a device"])
+def test_a_reduction_lasts_until_replicas_have_summed_it(world: Ranks, way: str) -> None:
+    if way == "on a device" and DEVICE.type != "cpu":
+        pytest.skip("the CPU takes the part of an accelerator")
+    for durations in world.run(durations_of_reductions, way, ranks=4):
+        assert len(durations) == 1
+        assert durations[0] >= ALL_REDUCE_S

@@ -51,7 +51,8 @@ def start_reduction(group: Any, before: Reduction | None) -> Reduction:
 class _Enqueued:
     """A reduction on a device stream, overlapped with passes. The device waits for it when FSDP2 ends the backward pass.
 
-    Its times are those of the reduce-scatter, without the all-reduce that follows it if weights are replicated as well as sharded.
+    Its times begin with the reduce-scatter. They end with it or, if weights are replicated as well as sharded, with the all-reduce that
+    FSDP2 enqueues on another stream.
     """
 
     times: tuple[Instant, Instant] | None = None
@@ -60,6 +61,9 @@ class _Enqueued:
         self._device = interface(group.device)
         with _sending_by(group, self._send):
             group.post_backward()
+        if self.times is not None and hasattr(group.mesh_info, "replicate_process_group"):
+            with self._device.on_stream(group.comm_ctx.all_reduce_stream):
+                self.times[1].record()
         self._event: torch.Event | None = group._post_reduce_event
 
     def _send(self, send: Send) -> None:

@@ -24,7 +24,7 @@ _FSDP_METHODS = (
 )
 """The public methods of FSDP2 used here, available since torch 2.8."""
 _STATE_ATTRIBUTES = ("_is_root", "_root_post_backward_final_callback")
-_GROUP_ATTRIBUTES = ("device", "post_backward", "reduce_grads", "_post_reduce_event")
+_GROUP_ATTRIBUTES = ("device", "post_backward", "reduce_grads", "_post_reduce_event", "mesh_info", "comm_ctx")
 """Private attributes of FSDP2 used here: no public API starts a reduction at a chosen time."""
 _MODEL_DIMENSIONS = ("tp", "ep")
 """Mesh dimensions along which a gathered weight stays sharded."""
