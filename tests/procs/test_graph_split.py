@@ -334,6 +334,13 @@ def test_without_a_compiler_compiled_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.fields == {"stage": 1, "remedy": 'install g++, or give split={1: "graph"}'}
 
 
+def test_a_device_without_a_code_generator_is_refused_before_a_stage_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.codegen.common.get_scheduling_for_device", lambda kind: None)
+    with raises(zb.InputError, stage=1, device=str(nn.Linear(3, 3).weight.device)):
+        make_stage("compiled", nn.Linear(3, 3), 1)
+    make_stage("graph", nn.Linear(3, 3), 1)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(("dropout", "training"), [(0.0, True), (0.5, False)])
 @cpu_only("a graph cannot contain the recurrent layers of cuDNN")

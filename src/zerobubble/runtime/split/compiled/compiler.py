@@ -128,8 +128,18 @@ def _may_be_general(sizes: Sequence[tuple[int, ...]]) -> bool:
 
 
 def require_compiler(tensors: Iterable[Tensor], stage: int) -> None:
-    """Raises `InputError` if inductor needs a C++ compiler for a stage with these tensors and finds none."""
-    if not any(interface(device).needs_host_compiler for device in {tensor.device for tensor in tensors}):
+    """Raises `InputError` if inductor has no code generator for a stage with these tensors, or needs a C++ compiler and finds none."""
+    devices = {tensor.device for tensor in tensors}
+    for device in devices:
+        if not _generates_code(device):
+            raise InputError(
+                "stage {stage} cannot be compiled: inductor of torch {version} has no code generator for {device}; {remedy}",
+                stage=stage,
+                version=torch.__version__,
+                device=str(device),
+                remedy=f'give split={{{stage}: "graph"}}',
+            )
+    if not any(interface(device).needs_host_compiler for device in devices):
         return
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -141,6 +151,13 @@ def require_compiler(tensors: Iterable[Tensor], stage: int) -> None:
             stage=stage,
             remedy=f'install g++, or give split={{{stage}: "graph"}}',
         ) from error
+
+
+def _generates_code(device: torch.device) -> bool:
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    return get_scheduling_for_device(device.type) is not None
 
 
 def compile_graph(graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
