@@ -16,16 +16,16 @@ from torch import Tensor
 import zerobubble as zb
 
 
-def in_ranks(job: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """What rank 0 of `ranks` fresh gloo ranks, one thread each, found by `job(*args)`."""
+def in_ranks(job: Callable[..., Any], ranks: int, *args: Any, backend: str = "gloo") -> Any:
+    """What rank 0 of `ranks` fresh ranks, one thread each, found by `job(*args)`."""
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (ranks, 20000 + os.getpid() % 20000, queue, job, args), nprocs=ranks)
+    mp.spawn(_rank, (ranks, 20000 + os.getpid() % 20000, backend, queue, job, args), nprocs=ranks)
     return queue.get()
 
 
-def _rank(rank: int, ranks: int, port: int, queue: Any, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(rank: int, ranks: int, port: int, backend: str, queue: Any, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     found = job(*args)
     if rank == 0:
         queue.put(found)

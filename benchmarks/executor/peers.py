@@ -72,18 +72,20 @@ def delay_messages(seconds: Callable[[Channel], float]) -> None:
     shared_memory.message_bytes = lambda shapes: room(shapes + stamp)  # type: ignore[assignment]
 
 
-def pytorch(build: Callable[[], nn.Module], schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
+def pytorch(
+    build: Callable[[], nn.Module], schedule: zb.Schedule, device: str = "cpu", loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_square
+) -> tuple[Step, Callable[[], None]]:
     """torch.distributed.pipelining running the same order, from its own class where it has one, else from our CSV."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     rank, microbatches = dist.get_rank(), schedule.num_microbatches
-    stages = [PipelineStage(build(), s, schedule.num_stages, torch.device("cpu")) for _, s in schedule.placement.stages(rank)]
+    stages = [PipelineStage(build(), s, schedule.num_stages, torch.device(device)) for _, s in schedule.placement.stages(rank)]
     engine: Any
     if schedule.name == "1f1b":
-        engine = Schedule1F1B(stages[0], microbatches, loss_fn=mean_square)
+        engine = Schedule1F1B(stages[0], microbatches, loss_fn=loss_fn)
     else:
-        engine = _PipelineScheduleRuntime(stages, microbatches, loss_fn=mean_square)
+        engine = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss_fn)
         engine._prepare_schedule_with_comms(_actions(schedule))
     first, last = rank == schedule.placement.routes[0][0], rank == schedule.placement.routes[0][-1]
 

@@ -33,6 +33,8 @@ LEFT_OUT = (
     *("hosts", "multihost", "torchrun"),
 )
 """Files whose tests start programs of their own, which stay on the CPU."""
+SANITIZED = ("accelerator", "four_ranks")
+"""The file whose tests of this name also run under PyTorch's CUDA Stream Sanitizer, which reports races between streams."""
 
 
 def files(only: list[str]) -> list[Path]:
@@ -42,11 +44,15 @@ def files(only: list[str]) -> list[Path]:
     return [ROOT / f"tests/procs/test_{name}.py" for name in (*(name for name in FIRST if name in names), *rest)]
 
 
-def played(path: Path, device: str, ends: float, longest_s: float) -> dict[str, Any]:
-    """Runs one file and returns its counts, the end of the error of each failed test, and the reason of each skipped one."""
+def played(path: Path, device: str, ends: float, longest_s: float, sanitized: str = "") -> dict[str, Any]:
+    """Runs one file and returns its counts, the end of the error of each failed test, and the reason of each skipped one.
+
+    With `sanitized`, it runs only the tests of this name, under the sanitizer.
+    """
+    name = f"{path.stem}, sanitized" if sanitized else path.stem
     seconds = min(ends - time.monotonic(), longest_s)
     if seconds < 10:
-        return {"file": path.stem, "not_started": True}
+        return {"file": name, "not_started": True}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
@@ -64,8 +70,11 @@ def played(path: Path, device: str, ends: float, longest_s: float) -> dict[str, 
             "sweep or not long",
             "--tb=short",
             f"--junitxml={report}",
+            *(["-k", sanitized] if sanitized else []),
         ]
         environment = os.environ | {"ZEROBUBBLE_TEST_DEVICE": device, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+        if sanitized:
+            environment["TORCH_CUDA_SANITIZER"] = "1"
         began = time.monotonic()
         output = Path(folder) / "output"
         with output.open("w") as file:
@@ -75,8 +84,8 @@ def played(path: Path, device: str, ends: float, longest_s: float) -> dict[str, 
             except subprocess.TimeoutExpired:
                 os.killpg(running.pid, signal.SIGKILL)  # its ranks, too, which would keep the device busy
                 running.wait()
-                return {"file": path.stem, "timed_out": round(seconds), "output": output.read_text(errors="replace")[-4000:]}
-        row: dict[str, Any] = {"file": path.stem, "seconds": round(time.monotonic() - began, 1)}
+                return {"file": name, "timed_out": round(seconds), "output": output.read_text(errors="replace")[-4000:]}
+        row: dict[str, Any] = {"file": name, "seconds": round(time.monotonic() - began, 1)}
         if not report.exists():
             return row | {"rc": running.returncode, "output": output.read_text(errors="replace")[-4000:]}
         failed, skipped = {}, {}
@@ -113,7 +122,11 @@ def main() -> int:
     machine = {"torch": torch.__version__, "device": name, "date": str(date.today())}
     rows = []
     with ThreadPoolExecutor(options.at_once) as pool:
-        for row in pool.map(lambda path: played(path, options.device, ends, options.longest), files(options.only)):
+        runs = [(path, "") for path in files(options.only)]
+        if options.device == "cuda":
+            file, names = SANITIZED
+            runs += [(path, names) for path, _ in runs if path.stem == f"test_{file}"]
+        for row in pool.map(lambda each: played(each[0], options.device, ends, options.longest, each[1]), runs):
             rows.append(row)
             hidden = ("failed", "output", "reasons_of_skips")
             print({key: value for key, value in row.items() if key not in hidden}, *row.get("failed", ()), flush=True)

@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MOST_OVER_FUSED = 1.03
 """The most that B and W may take together, relative to the fused backward, for the model as it is."""
+ROUNDING = {"float32": 1e-4, "bfloat16": 6e-2, "float8": 6e-2}
+"""The largest error of a gradient on several ranks: microbatches are summed in another order than on one device."""
 LEAST_PREDICTED = 0.95
 """The least that the forecast of activations may be, relative to what the allocator has given out."""
 _PATH = re.compile(r"(?<![\w:./-])/(?:[\w.+@-]+/)+(?=[\w.+@-])")
@@ -55,9 +57,11 @@ def written(path: Path) -> Any:
 
 def faults_of(report: Mapping[str, Any]) -> Iterator[str]:
     """Yields what failed: checks of the machine, measurements out of bounds, tests, and steps without a result."""
-    for step in ("doctor", "results", "tests"):
+    for step in ("doctor", "results", "steps", "tests"):
         if report[step] is None:
             yield f"{step}: no result; it ended with {report['ends'][step]}"
+        elif step in ("results", "steps") and report["ends"][step] != "exit code 0":
+            yield f"{step}: ended with {report['ends'][step]}"
     for check in (report["doctor"] or {"checks": ()})["checks"]:
         if check["status"] == "failed":
             yield f"doctor, {check['check']}: {check['found']}"
@@ -67,10 +71,13 @@ def faults_of(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"memory of {row['schedule']}: predicted over allocated is {row['predicted_over_allocated']}, not {LEAST_PREDICTED} to 1"
     for row in results.get("split", ()):
         if results["machine"]["device"] != "cpu" and row["way"] in ("deferred", "graph") and row["over_eager_fused"] > MOST_OVER_FUSED:
-            yield f"split, {row['way']} in {row['dtype']}: {row['over_eager_fused']} of the fused backward, more than {MOST_OVER_FUSED}"
+            yield f"split, {row['way']} in {row['precision']}: {row['over_eager_fused']} of the fused backward, more than {MOST_OVER_FUSED}"
     for row in results.get("determinism", ()):
         if row["deterministic_kernels"] and not (row["repeated_equal"] and row["offloaded_equal"]):
             yield "determinism: a repeated or an offloaded step has other bits"
+    for row in (report["steps"] or {"steps": ()})["steps"]:
+        if row["gradient_error"] > ROUNDING[row["precision"]]:
+            yield f"steps, {row['schedule']} in {row['precision']}: gradients differ from one device's by {row['gradient_error']}"
     for row in (report["tests"] or {"files": ()})["files"]:
         if "failed" in row:
             yield from (f"{row['file']}::{name}" for name in row["failed"])
@@ -84,7 +91,7 @@ def page(report: Mapping[str, Any]) -> str:
     lines += [f"- {fault}" for fault in report["faults"]]
     lines += ["", "## Machine", ""]
     lines += [f"- {each['status']}: {each['check']}, {each['found']}" for each in (report["doctor"] or {"checks": ()})["checks"]]
-    for name, rows in (report["results"] or {}).items():
+    for name, rows in {**(report["results"] or {}), "steps": (report["steps"] or {"steps": []})["steps"]}.items():
         lines += ["", f"## {name}", "", *table(rows if isinstance(rows, list) else [rows])]
     columns = ("file", "tests", "failures", "errors", "skipped")
     counts = [{key: row.get(key, "") for key in columns} for row in (report["tests"] or {"files": ()})["files"]]
@@ -105,24 +112,25 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="a small part of each step, on the CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    results, tests = options.out / "results.json", options.out / "tests.json"
-    for stale in (results, tests):
+    parts = {name: options.out / f"{name}.json" for name in ("results", "steps", "tests")}
+    for stale in parts.values():
         stale.unlink(missing_ok=True)
     small = ["--device", "cpu"] if options.rehearse else []
+    programs = {"results": ("run.py", ["--only", "memory"]), "steps": ("steps.py", ["--only", "1f1b"]), "tests": ("check.py", ["packing"])}
     ends = {}
     done = run([sys.executable, "-m", "zerobubble.cli", "doctor", "--json", *([] if options.rehearse else ["--gpu"])])
     doctor = json.loads(done.stdout) if done.stdout.startswith("{") else None
     ends["doctor"] = f"exit code {done.returncode}"
-    done = run([sys.executable, str(HERE / "run.py"), "--out", str(results), *small, *(["--only", "memory"] if small else [])])
-    ends["results"] = f"exit code {done.returncode}"
-    done = run([sys.executable, str(HERE / "check.py"), "--out", str(tests), *small, *(["packing"] if small else [])])
-    ends["tests"] = f"exit code {done.returncode}"
-    report = clean({"rehearsed": options.rehearse, "doctor": doctor, "results": written(results), "tests": written(tests), "ends": ends})
+    for name, (program, part) in programs.items():
+        done = run([sys.executable, str(HERE / program), "--out", str(parts[name]), *small, *(part if small else [])])
+        ends[name] = f"exit code {done.returncode}"
+    found = {name: written(path) for name, path in parts.items()}
+    report = clean({"rehearsed": options.rehearse, "doctor": doctor, **found, "ends": ends})
     report["faults"] = list(faults_of(report))
     (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (options.out / "report.md").write_text(page(report))
-    for part in (results, tests):
-        part.unlink(missing_ok=True)
+    for path in parts.values():
+        path.unlink(missing_ok=True)
     print("FAIL" if report["faults"] else "PASS", *report["faults"], sep="\n  ")
     return 1 if report["faults"] else 0
 

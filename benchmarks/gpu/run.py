@@ -1,4 +1,4 @@
-"""On one GPU: the cost of splitting the backward pass, in float32 and bfloat16, eager and compiled; host time per action; predicted and
+"""On one GPU: the cost of splitting the backward pass in float32, bfloat16 and FP8, eager and compiled; host time per action; predicted and
 allocated memory; and a step in half the memory, with offload.
 
 Writes `results.json` next to this file, or what `--out` names. It takes some minutes and 16 GB of the GPU. Without a GPU it prints so and
@@ -28,39 +28,13 @@ import zerobubble as zb
 sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from allocator import peak_of
+from blocks import DTYPES, Sizes, model
+from float8 import has_float8
 from ranks import machine, show
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WAYS, WHOLE = ("deferred", "graph", "compiled", "replayed-graph", "replayed-compiled"), ("eager", "compiled")
 """What is replayed is so by CUDA graphs."""
-
-
-class Block(nn.Module):
-    """A transformer block: attention and an MLP, each behind a norm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class Sizes:
-    """What is run: large enough to fill a GPU, or small enough to rehearse on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        large = device.type == "cuda"
-        self.blocks, self.width, self.heads = (4, 2048, 16) if large else (2, 64, 4)
-        self.batch, self.length, self.microbatches = (2, 2048, 8) if large else (1, 32, 4)
-        self.steps = 3 if large else 2
+FLOAT8_WAYS = ("deferred", "graph")
 
 
 def mean(output: Tensor, target: Tensor) -> Tensor:
@@ -71,12 +45,6 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 def pipeline(stage: nn.Module, schedule: str, microbatches: int, **options: Any) -> zb.Pipeline:
     """A pipeline of one stage, on this one rank."""
     return zb.Pipeline(stage, schedule, microbatches, mean, **options)
-
-
-def model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A stack of blocks, the same each time."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(sizes.blocks))).to(device, dtype)
 
 
 def passes(pipe: zb.Pipeline, x: Tensor, steps: int) -> dict[str, float]:
@@ -93,25 +61,28 @@ def passes(pipe: zb.Pipeline, x: Tensor, steps: int) -> dict[str, float]:
 
 
 def split_ratios(sizes: Sizes, device: torch.device, compiling: bool) -> list[dict[str, Any]]:
-    """(T_B + T_W) / T_fused for each way and dtype, of the model as it is and, when `compiling`, of the compiled one."""
+    """(T_B + T_W) / T_fused for each way and precision, of the model as it is and, when `compiling`, of the compiled one."""
     left_out = {way for way in WAYS if ("compiled" in way and not compiling) or ("replayed" in way and device.type != "cuda")}
     rows = []
     for name, dtype in DTYPES.items():
+        if name == "float8" and not has_float8(device):
+            continue
+        ways = [way for way in (FLOAT8_WAYS if name == "float8" else WAYS) if way not in left_out]
         x = torch.randn(sizes.batch * sizes.microbatches, sizes.length, sizes.width, device=device, dtype=dtype)
         fused = {}
-        for whole in WHOLE if compiling else WHOLE[:1]:
+        for whole in WHOLE if compiling and name != "float8" else WHOLE[:1]:
             torch._dynamo.reset()
-            stack = model(sizes, device, dtype)
+            stack = model(sizes, device, name)
             if whole == "compiled":
                 stack.compile()
             with pipeline(stack, "1f1b", sizes.microbatches) as pipe:
                 fused[whole] = passes(pipe, x, sizes.steps)
-        for way in (way for way in WAYS if way not in left_out):
+        for way in ways:
             torch._dynamo.reset()
             options = {"split": way.removeprefix("replayed-"), "cuda_graphs": way.startswith("replayed-")}
-            with pipeline(model(sizes, device, dtype), "zb-h1", sizes.microbatches, **options) as pipe:
+            with pipeline(model(sizes, device, name), "zb-h1", sizes.microbatches, **options) as pipe:
                 took = passes(pipe, x, sizes.steps)
-            row = {"dtype": name, "way": way, **{f"{kind}_ms": round(ms, 3) for kind, ms in took.items()}}
+            row = {"precision": name, "way": way, **{f"{kind}_ms": round(ms, 3) for kind, ms in took.items()}}
             row |= {f"over_{whole}_fused": round((took["B"] + took["W"]) / times["BW"], 3) for whole, times in fused.items()}
             rows.append(show(row))
     return rows
@@ -180,7 +151,7 @@ def memory(sizes: Sizes, device: torch.device, microbatches: int = 4) -> list[di
     rows = []
     x = torch.randn(microbatches, sizes.length, sizes.width, device=device)
     for schedule in ("gpipe", "1f1b", "zb-h1"):
-        with pipeline(model(sizes, device, torch.float32), schedule, microbatches) as pipe:
+        with pipeline(model(sizes, device, "float32"), schedule, microbatches) as pipe:
             predicted = zb.simulation.peak_memory(pipe.schedule, pipe.profile(x, x))[0]
             pipe.step(x, x)
             peak = peak_of(pipe, lambda pipe=pipe: pipe.step(x, x))
@@ -197,7 +168,7 @@ def offload(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     memory, too, so there is nothing to see in `allocated_over_without`.
     """
     schedule, x = zb.make("gpipe", 1, 2 * sizes.microbatches), torch.randn(2 * sizes.microbatches, sizes.length, sizes.width, device=device)
-    with pipeline(model(sizes, device, torch.float32), schedule, schedule.num_microbatches) as pipe:
+    with pipeline(model(sizes, device, "float32"), schedule, schedule.num_microbatches) as pipe:
         costs = pipe.profile(x, x)
         plain_s = seconds(lambda: pipe.step(x, x), sizes.steps, device)
         peak = peak_of(pipe, lambda: pipe.step(x, x))
@@ -205,7 +176,7 @@ def offload(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     guess = zb.offload.HostLink(to_host=20e9, from_host=20e9)
     for _ in range(2):
         ranks = zb.offload.plan_offloads(schedule, costs, zb.Limits((held // 2,)), guess)
-        with pipeline(model(sizes, device, torch.float32), schedule, schedule.num_microbatches, offload=ranks) as pipe:
+        with pipeline(model(sizes, device, "float32"), schedule, schedule.num_microbatches, offload=ranks) as pipe:
             offloaded_s = seconds(lambda pipe=pipe: pipe.step(x, x), sizes.steps, device)
             guess = zb.offload.fit_link(pipe.timeline(), costs)
             with_offload = peak_of(pipe, lambda pipe=pipe: pipe.step(x, x))
@@ -222,11 +193,11 @@ def determinism(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
     x = torch.randn(2 * sizes.microbatches, sizes.length // 8, sizes.width, device=device)
 
     def gradients(**options: Any) -> list[Tensor]:
-        with pipeline(model(sizes, device, torch.float32), schedule, schedule.num_microbatches, **options) as pipe:
+        with pipeline(model(sizes, device, "float32"), schedule, schedule.num_microbatches, **options) as pipe:
             pipe.step(x, x)
             return [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
 
-    with pipeline(model(sizes, device, torch.float32), schedule, schedule.num_microbatches) as pipe:
+    with pipeline(model(sizes, device, "float32"), schedule, schedule.num_microbatches) as pipe:
         costs = pipe.profile(x, x)
     limits = zb.Limits((zb.simulation.peak_memory(schedule, costs)[0] // 2,))
     ranks = zb.offload.plan_offloads(schedule, costs, limits, zb.offload.HostLink(to_host=20e9, from_host=20e9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,24 +10,27 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from benchmarks.gpu.float8 import Float8Linear, has_float8
 from tests.device import DEVICE
 from tests.procs.ranks import Ranks
+from tests.pure.shapes import TRAINING
 from tests.thinned import every
+from zerobubble.schedules import SCHEDULES
 
 ON_GPU = DEVICE.type == "cuda"
 WIDTH, HEADS, LENGTH, M = (256, 4, 128, 8) if ON_GPU else (16, 2, 8, 8)
-BF16_ROUNDING = 4e-2
+BF16_ROUNDING = 6e-2
 """The relative error of a gradient that bfloat16 leaves: microbatches are summed in another order than on one device."""
 
 
 class Attention(nn.Module):
     """A transformer block with dropout, whose attention is flash attention in bfloat16 on GPUs that have it."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, linear: type[nn.Linear]) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.qkv, self.out = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
+        self.up, self.down = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,9 +41,11 @@ class Attention(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-def block(stage: int, num_stages: int, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> nn.Module:
+def block(
+    stage: int, num_stages: int, dtype: torch.dtype = torch.float32, dropout: float = 0.0, linear: type[nn.Linear] = nn.Linear
+) -> nn.Module:
     torch.manual_seed(stage)
-    return nn.Sequential(Attention(dropout), Attention(dropout)).to(DEVICE, dtype)
+    return nn.Sequential(Attention(dropout, linear), Attention(dropout, linear)).to(DEVICE, dtype)
 
 
 def data(dtype: torch.dtype, step: int = 0) -> Tensor:
@@ -50,11 +56,14 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target.float())
 
 
-def against_one_device(group: Any, schedule: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[str, float]:
+def against_one_device(
+    group: Any, schedule: str, dtype: torch.dtype, options: dict[str, Any], linear: type[nn.Linear] = nn.Linear
+) -> tuple[str, float]:
     """The transport, and the largest relative error of a loss or gradient over steps with an optimizer."""
     worst = 0.0
-    with zb.Pipeline(lambda s, n: block(s, n, dtype), schedule, M, mse, group=group, **options) as pipe:
-        stages = [block(stage, pipe.schedule.num_stages, dtype) for stage in range(pipe.schedule.num_stages)]
+    make = partial(block, dtype=dtype, linear=linear)
+    with zb.Pipeline(make, schedule, M, mse, group=group, **options) as pipe:
+        stages = [make(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         theirs = torch.optim.SGD(nn.ModuleList(stages).parameters(), lr=0.1)
         for step in range(4):
@@ -78,8 +87,11 @@ def against_one_device(group: Any, schedule: str, dtype: torch.dtype, options: d
         return pipe.transport.name, worst
 
 
+FAMILIES = [name for name in TRAINING if SCHEDULES[name].allows(4, M)]
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("schedule", every(5, FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_four_ranks_train_as_one_device(world: Ranks, schedule: str, dtype: torch.dtype) -> None:
     for name, worst in world.run(against_one_device, schedule, dtype, {"transport": "auto" if ON_GPU else "staged"}, ranks=4):
@@ -97,6 +109,13 @@ def test_every_way_to_split_trains_as_one_device(world: Ranks, way: dict[str, An
         pytest.skip("CUDA graphs need a GPU")
     for _, worst in world.run(against_one_device, "zb-h1", torch.float32, way, ranks=2):
         assert worst <= 1e-4
+
+
+@pytest.mark.skipif(not has_float8(DEVICE), reason="the device multiplies no FP8")
+@pytest.mark.parametrize("split", ["deferred", "graph"])
+def test_products_in_float8_train_as_on_one_device(world: Ranks, split: str) -> None:
+    for _, worst in world.run(against_one_device, "zb-h1", torch.bfloat16, {"split": split}, Float8Linear, ranks=2):
+        assert worst <= BF16_ROUNDING
 
 
 def left_by(group: Any, recomputes: bool, offloads: bool) -> list[Tensor]:

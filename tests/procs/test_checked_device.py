@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerobubble as zb
 from tests.device import cpu_only
-from tests.procs import test_added_losses, test_divided_head, test_experts, test_fsdp, test_mesh, test_order_by
+from tests.procs import test_added_losses, test_divided_head, test_experts, test_fsdp, test_mesh, test_order_by, test_selective_recompute
 from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
@@ -138,9 +138,23 @@ def everything_at_once(group: Any) -> None:
     leave_everything(group, schedule, offload=everything(schedule))
 
 
+FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
+
+
 def schedules(group: Any) -> None:
-    for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"):
+    for name in FAMILIES:
         train(group, name)
+
+
+def other_schedules(group: Any) -> None:
+    for name in TRAINING:
+        if name not in FAMILIES:
+            train(group, name)
+
+
+def selective_recompute(group: Any) -> None:
+    """Attention is recomputed, under autocast."""
+    assert test_selective_recompute.are_equal(group, "zb-v", 4, "names", "deferred", torch.bfloat16)
 
 
 def divided_head(group: Any) -> None:
@@ -210,6 +224,8 @@ def whole_steps(group: Any, at_capture: Callable[[], None] = lambda: None) -> No
 MESHES = {"FSDP2": fsdp2, "tensor parallelism": tensor_parallelism, "expert parallelism": expert_parallelism}
 """Cases on four ranks, two stages times two."""
 OTHERS: dict[str, Callable[[Any], None]] = {
+    "all other schedules with backward passes": other_schedules,
+    "recompute of chosen modules, autocast": selective_recompute,
     "divided heads": divided_head,
     "`order_by`": lambda group: test_order_by.steps(group, "zb-h1", "tokens"),
     "losses that stages add": lambda group: test_added_losses.train(group, test_added_losses.Routed, "zb-h1", 4),

@@ -22,8 +22,9 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run.py"
 PASSED = {
     "doctor": {"checks": [{"check": "gloo", "status": "ok", "found": "there"}]},
     "results": {"machine": {"device": "a GPU"}, "memory": [{"schedule": "1f1b", "predicted_over_allocated": 1.0}]},
+    "steps": {"steps": [{"schedule": "zb-v", "precision": "bfloat16", "gradient_error": 0.004}]},
     "tests": {"files": [{"file": "test_packing", "tests": 3, "failed": {}}]},
-    "ends": dict.fromkeys(("doctor", "results", "tests"), "exit code 0"),
+    "ends": dict.fromkeys(("doctor", "results", "steps", "tests"), "exit code 0"),
 }
 
 
@@ -52,8 +53,9 @@ def test_the_rehearsal_runs_whole(options: list[str]) -> None:
     if not options:
         ways, fused = [*ways, "compiled"], [*fused, "over_compiled_fused"]
     split = [row for row in rows if "way" in row]
-    assert [(row["dtype"], row["way"]) for row in split] == [(dtype, way) for dtype in ("float32", "bfloat16") for way in ways]
-    assert all(float(row[name]) > 0 for row in split for name in fused)
+    expected = [(precision, way) for precision in ("float32", "bfloat16") for way in ways]
+    assert [(row["precision"], row["way"]) for row in split] == [*expected, ("float8", "deferred"), ("float8", "graph")]
+    assert all(float(row[name]) > 0 for row in split for name in (fused if row["precision"] != "float8" else fused[:1]))
     assert [row["schedule"] for row in rows if "overhead_us" in row] == ["1f1b", "zb-h1"]
     memory = {row["schedule"]: float(row["predicted_over_allocated"]) for row in rows if "predicted_over_allocated" in row}
     assert memory.keys() == {"gpipe", "1f1b", "zb-h1"}
@@ -67,13 +69,16 @@ def test_the_rehearsal_runs_whole(options: list[str]) -> None:
 
 def test_the_report_names_what_failed() -> None:
     assert list(report.faults_of(PASSED)) == []
-    split = {"dtype": "float32", "way": "graph", "over_eager_fused": 1.2}
+    split = {"precision": "float32", "way": "graph", "over_eager_fused": 1.2}
     broken = {
         "doctor": {"checks": [{"check": "ports", "status": "failed", "found": "none"}]},
         "results": {"machine": {"device": "a GPU"}, "memory": [{"schedule": "gpipe", "predicted_over_allocated": 0.5}], "split": [split]},
+        "steps": {"steps": [{"schedule": "zb-v", "precision": "bfloat16", "gradient_error": 0.2}]},
         "tests": {"files": [{"file": "test_mesh", "failed": {"test_a": "", "test_b": ""}}, {"file": "test_fsdp", "timed_out": 900}]},
     }
-    assert len(list(report.faults_of(PASSED | broken))) == 6
+    assert len(list(report.faults_of(PASSED | broken))) == 7
+    ends = PASSED["ends"] | {"results": "exit code 1"}
+    assert len(list(report.faults_of(PASSED | {"ends": ends}))) == 1, "a measurement that stopped early has only a part of its results"
     for step in broken:
         assert len(list(report.faults_of(PASSED | {step: None}))) == 1
     rehearsed = broken["results"] | {"machine": {"device": "cpu"}}
@@ -100,6 +105,8 @@ def test_the_report_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "report.json").read_text())
     assert (found["rehearsed"], found["faults"]) == (True, [])
     assert {row["schedule"] for row in found["results"]["memory"]} == {"gpipe", "1f1b", "zb-h1"}
+    assert {row["precision"] for row in found["steps"]["steps"]} == {"float32", "bfloat16", "float8"}
+    assert all(row["ours_over_pytorch"] > 0 for row in found["steps"]["steps"])
     assert [(row["file"], row["failures"]) for row in found["tests"]["files"]] == [("test_packing", 0)]
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# PASS")
