@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -27,6 +28,7 @@ from zerobubble.models.observation.equivalent_units import ResultCache, equivale
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.recording import recording_separately, recording_state
 from zerobubble.models.observation.source_tracker import is_mark
+from zerobubble.runtime.device import of_kind
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
@@ -116,12 +118,12 @@ class ShapeOnlyUnit:
         except (NotImplementedError, RuntimeError, AssertionError) as error:  # jagged tensors assert that their parts are on one device
             if _WANTS_GRADIENTS in str(error):
                 return self._run_with_gradients(given, tried)
-            unit = _with_tensors(self.unit, untouched_zeros)
+            unit, place = _with_tensors(self.unit, untouched_zeros), _place_of(self.unit)
         with forked():
             try:
-                return self._run(unit, [_zeros(leaf) for leaf in given.leaves], given, tried)
+                return self._run(unit, [_zeros(leaf, place) for leaf in given.leaves], given, tried)
             except (RuntimeError, ValueError):
-                found = self._with_known(unit, [_known(leaf) for leaf in given.leaves], given, tried)
+                found = self._with_known(unit, [_known(leaf, place) for leaf in given.leaves], given, tried)
         self._by_numbers.add(key)
         return found
 
@@ -313,7 +315,14 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _with_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> nn.Module:
     """Returns a copy of `unit` with replaced parameters and buffers that do not require grad. DTensors stay DTensors."""
-    return copy_of(unit, _other_tensors(unit, lambda tensor: like_parameter(tensor, like(local_part(tensor)))))
+    place = _place_of(unit)
+    return copy_of(unit, _other_tensors(unit, lambda tensor: like_parameter(tensor, like(local_part(tensor)).to(place))))
+
+
+def _place_of(unit: nn.Module) -> torch.device:
+    """Returns the device on which to run `unit` with values: that of its DTensors, to which torch moves their operands; else the CPU."""
+    kinds = {tensor.device_mesh.device_type for tensor in (*unit.parameters(), *unit.buffers()) if isinstance(tensor, DTensor)}
+    return of_kind(kinds.pop() if kinds else "cpu")
 
 
 def _other_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[int, Any]:
@@ -333,8 +342,8 @@ def _meta(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
 
-def _zeros(leaf: Any) -> Any:
-    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+def _zeros(leaf: Any, place: torch.device) -> Any:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=place) if isinstance(leaf, Tensor) else leaf
 
 
 def _ones_or_zeros(tensor: Tensor) -> Tensor:
@@ -342,10 +351,10 @@ def _ones_or_zeros(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype) if is_whole else untouched_zeros(tensor)
 
 
-def _known(leaf: Any) -> Any:
+def _known(leaf: Any, place: torch.device) -> Any:
     """Returns integer tensors unchanged, since every stage knows those that come from no unit, and zeros for other tensors."""
     is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
-    return leaf.detach().cpu().clone() if is_integer else _zeros(leaf)
+    return leaf.detach().to(place, copy=True) if is_integer else _zeros(leaf, place)
 
 
 def _integers(leaf: Any) -> Any:
