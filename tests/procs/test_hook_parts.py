@@ -245,8 +245,10 @@ def test_sgd_is_undone_with_any_of_its_options(options: dict[str, Any], maximize
         state = {name: value.clone() for name, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
         way = ByFormula(optimizer)
         way.save()
+        gradient = parameter.grad.clone()
         optimizer.step()
         assert not torch.equal(parameter, before)
+        parameter.grad = gradient
         way.undo()
         torch.testing.assert_close(parameter.detach(), before, rtol=1e-12, atol=1e-14)
         found = {name: value for name, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}

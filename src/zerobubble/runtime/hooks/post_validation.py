@@ -21,11 +21,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from zerobubble.arguments import NUMBER, takes
 from zerobubble.errors import InputError, shown
-from zerobubble.runtime.device import interface
+from zerobubble.runtime.device import interface, is_host
 from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.gradient_scaling import set_found_inf, unscale_own
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
@@ -249,12 +249,25 @@ class PostValidation(StepHook):
         """Makes the step that may have to be undone."""
         for undo in self._undo:
             undo.save()
+        for parameter in _with_overwritten_gradients(self.optimizers):
+            if parameter.grad is not None:
+                self._gradients[parameter] = parameter.grad.clone()
+        versions = self._versions()
         self._step_all()
+        if self._versions() != versions:
+            raise InputError(
+                "{optimizers} changes gradients in place as it steps, which cannot be taken back",
+                optimizers=kinds_of(self.optimizers),
+                remedy="clip with pipe.clip_grad_norm_ instead",
+            )
         if self._options_now() != self._options:
             raise InputError(
                 ("{optimizers} changes param_groups as it steps, which cannot be taken back; clip with pipe.clip_grad_norm_ instead"),
                 optimizers=kinds_of(self.optimizers),
             )
+
+    def _versions(self) -> list[int]:
+        return [gradient._version for gradient in self._gradients.values() if gradient is not None]
 
     def _judge(self) -> None:
         """Receives the verdict on the last step, and makes the exact step if needed."""
@@ -350,6 +363,14 @@ class PostValidation(StepHook):
             parameter.grad = gradient
         for group, now in zip(groups, options, strict=True):
             group.update(now)
+
+
+def _with_overwritten_gradients(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """Yields the parameters whose gradients a step overwrites: torch's foreach SGD adds the momentum to them if it is Nesterov's."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            if group["nesterov"] and group["foreach"] is not False:
+                yield from (parameter for parameter in group["params"] if group["foreach"] or not is_host(parameter.device))
 
 
 def _copy_fits(optimizers: Sequence[Optimizer], device: torch.device) -> bool:
