@@ -279,6 +279,9 @@ def test_graphs_of_other_operations_and_constants_are_of_another_kind() -> None:
     small, large = torch.ones(4096), torch.ones(4097)
     assert with_constant(small) == with_constant(small.clone()) != with_constant(2 * small)
     assert with_constant(large) == with_constant(large) != with_constant(large.clone())
+    lazy = torch.tensor([1j]).conj()  # its values are copied, as those of a constant on an accelerator are
+    with FakeTensorMode():
+        assert with_constant(lazy) == with_constant(lazy)
 
 
 @pytest.mark.skipif(not HAS_GROUPED_PRODUCTS, reason="this torch has no grouped products")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.runtime.split.python_state.state import Identity
 
@@ -86,7 +87,8 @@ class _Reader:
 def _constant(value: Any) -> Hashable:
     """Returns a key for a constant of a graph: its values for a small tensor, its identity for all else."""
     if isinstance(value, Tensor) and type(value) is Tensor and value.numel() <= _LARGEST_CONSTANT:
-        return value.dtype, value.device, value.shape, repr(value.tolist())
+        with _disable_current_modes():  # else a copy from an accelerator has no values: modes of the trace are active
+            return value.dtype, value.device, value.shape, repr(value.tolist())
     return _comparable(value)
 
 
