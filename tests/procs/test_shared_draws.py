@@ -183,7 +183,7 @@ def test_parts_draw_as_if_the_code_around_them_drew_nothing() -> None:
     first(inputs)
     after = torch.rand(3)
     torch.manual_seed(7)
-    torch.randint(2**62, (1,))
+    torch.randint(2**62, (1,), device="cpu")
     for _ in range(own):
         torch.rand(*inputs.shape, WIDTH, dtype=torch.float64)
     assert torch.equal(after, torch.rand(3))

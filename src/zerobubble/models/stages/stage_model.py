@@ -218,7 +218,8 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
             args, kwargs = pytree.tree_map(_copied, original)
         received = dict(zip(crossing.arriving[stage], crossed, strict=True))
         last_call = None if boundaries.is_last else crossing.last_calls[stage]
-        draws = None if seed is None else SharedDraws(seed, device_of(args, kwargs))
+        device = device_of(args, kwargs)
+        draws = None if seed is None else SharedDraws(seed, device)
         progress = current.forward = StageForward(crossing.flow, received, last_call, draws)
         try:
             if boundaries.is_last:
@@ -232,7 +233,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
             if draws is not None:
                 draws.close()
         crossed = [list(map(_arrived, progress.leaves_of(call))) for call in crossing.leaving[stage]]
-        return {_ARGS: original[0], _KWARGS: original[1], _CROSSED: crossed, _SEED: seed}
+        return {_ARGS: original[0], _KWARGS: original[1], _CROSSED: crossed, _SEED: None if seed is None else seed.to(device)}
 
     def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Determines the boundaries for these arguments, which needs real values, before tracing replaces them by fake tensors."""
