@@ -18,6 +18,7 @@ from tests.device import DEVICE
 from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
+from tests.thinned import every
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import make_stage
 
@@ -186,3 +187,26 @@ def test_a_gradient_within_the_forward_is_summed_in_the_type_of_autocast() -> No
     with stage.stepping():
         stage.forward(0, (x,))
     assert torch.equal(module.gradient, expected)
+
+
+def switched(group: Any, schedule: str) -> list[tuple[float, float]]:
+    """Losses of steps and evaluations of one batch with and without autocast, and those of one device."""
+    found = []
+    with zb.Pipeline(lambda s, n: stage_of(s, n, "plain"), schedule, 4, loss_fn, group=group) as pipe:
+        stages = [stage_of(stage, pipe.schedule.num_stages, "plain") for stage in range(pipe.schedule.num_stages)]
+        inputs, targets = batch(4)
+        for enabled in (False, True, False, True):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=enabled):
+                loss, (evaluated, _) = pipe.step(inputs, targets).item(), pipe.eval_step(inputs, targets)
+                parts = zip(inputs.chunk(4), targets.chunk(4), strict=True)
+                expected = sum(loss_fn(nn.Sequential(*stages)(x), y).item() / 4 for x, y in parts)
+            found += [(loss, expected), (evaluated.item(), expected)]
+    return found
+
+
+@pytest.mark.parametrize("schedule", every(2, ["zb-v", "1f1b", "dualpipe"]))
+def test_autocast_may_be_switched_between_calls(world: Ranks, schedule: str) -> None:
+    for losses in world.run(switched, schedule, ranks=2):
+        for loss, expected in losses:
+            assert loss == pytest.approx(expected, rel=1e-6)
+        assert losses[0][1] != losses[2][1]
