@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count
+from itertools import chain, count
 from math import inf
 from statistics import fmean
 
@@ -130,12 +130,9 @@ def fit_to_memory(schedules: Iterable[Schedule], problem: Problem) -> Iterator[S
 def _places_like(recipe: Recipe, placement: Placement) -> bool:
     """Returns whether a recipe places its stages as `placement` does: in its smallest schedule, if possible on few ranks of that family."""
     small, stages = _on_few_ranks(placement), placement.stages_per_rank
-    for where, most in ((small, 4 * small.num_ranks), (placement, None)):
-        tried = count(1) if most is None else range(1, most + 1)
-        fewest = next((microbatches for microbatches in tried if recipe.allows(where.num_ranks, microbatches, stages)), None)
-        if fewest is not None:
-            return recipe.build(where.num_ranks, fewest, stages).placement.routes == where.routes
-    raise AssertionError(f"{recipe.name} allows no number of microbatches")
+    shapes = chain(((small, microbatches) for microbatches in range(1, 4 * small.num_ranks)), ((placement, n) for n in count(1)))
+    where, fewest = next(shape for shape in shapes if recipe.allows(shape[0].num_ranks, shape[1], stages))
+    return recipe.build(where.num_ranks, fewest, stages).placement.routes == where.routes
 
 
 MANY_RANKS = 32
