@@ -21,7 +21,7 @@ FASTEST = 1_000_000
 """The largest speed of a rank or link, and the inverse of the smallest. Outside this range, times in ns round to 0 or overflow."""
 
 EACH_RANK = "a list or tuple with a number for each rank"
-EACH_LINK = "a list or tuple with a number for each link"
+EACH_LINK = "a list or tuple with a number for each link: between neighbors, and from the last rank to the first"
 
 
 def as_speeds(given: Sequence[float], num_ranks: int) -> Speeds:
@@ -29,39 +29,24 @@ def as_speeds(given: Sequence[float], num_ranks: int) -> Speeds:
 
     Raises `InputError` for a wrong number of speeds, and for a speed that is not a number from 1e-6 to 1e6.
     """
-    speeds = as_tuple("speeds", given, EACH_RANK)
-    _require_speeds(speeds, "of rank {}", "for the times of the layers")
-    if speeds and len(speeds) != num_ranks:
-        raise InputError(
-            "there are {expected} ranks, but {count} speeds were given, {got!v}",
-            expected=num_ranks,
-            count=len(speeds),
-            got=speeds,
-            remedy="give one for each rank",
-        )
-    return () if all(speed == 1 for speed in speeds) else tuple(map(float, speeds))
+    return _relative("speeds", given, num_ranks, EACH_RANK, "of rank", "for the times of the layers")
 
 
 def as_links(given: Sequence[float], num_ranks: int) -> Links:
     """Returns the speeds `given` for the links of `num_ranks` ranks; empty if all are 1. Raises `InputError` as `as_speeds` does."""
-    links = as_tuple("links", given, EACH_LINK)
-    _require_speeds(links, "of the link after rank {}", "for the times given")
-    if links and len(links) != num_ranks:
-        raise InputError(
-            "{expected} ranks have as many links, including one from the last rank to the first, but {count} speeds were given, {got!v}",
-            expected=num_ranks,
-            count=len(links),
-            got=links,
-            remedy="give one for each link",
-        )
-    return () if all(speed == 1 for speed in links) else tuple(map(float, links))
+    return _relative("links", given, num_ranks, EACH_LINK, "of the link after rank", "for the times given")
 
 
-def _require_speeds(speeds: Sequence[float], owner: str, normal: str) -> None:
-    for place, speed in enumerate(speeds):
+def _relative(argument: str, given: Sequence[float], num_ranks: int, words: str, owner: str, normal: str) -> tuple[float, ...]:
+    speeds = as_tuple(argument, given, words)
+    for rank, speed in enumerate(speeds):
         if not NUMBER.accepts(speed) or not 1 / FASTEST <= speed <= FASTEST:
-            wanted = f"the speed {owner.format(place)} must be a number from {1 / FASTEST:.6f} to {FASTEST:,}, got {shown(speed)}"
+            wanted = f"the speed {owner} {rank} must be a number from {1 / FASTEST:.6f} to {FASTEST:,}, got {shown(speed)}"
             raise InputError("{wanted}", wanted=wanted, remedy=f"give 1 {normal}, 0.5 for twice as long")
+    if speeds and len(speeds) != num_ranks:
+        sentence = f"there are {{expected}} ranks, but {{count}} {argument} were given, {{got!v}}"
+        raise InputError(sentence, expected=num_ranks, count=len(speeds), got=speeds, remedy=f"give {words}")
+    return () if all(speed == 1 for speed in speeds) else tuple(map(float, speeds))
 
 
 def speed_of(rank: int, speeds: Speeds) -> float:
