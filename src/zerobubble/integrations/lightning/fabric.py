@@ -18,13 +18,7 @@ import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.batches import num_samples, refuse_different_batches
 from zerobubble.integrations.lightning.ranks import PipelineRanks
-from zerobubble.integrations.lightning.refusals import (
-    refuse_fabric,
-    refuse_loader,
-    refuse_optimizers,
-    refuse_options,
-    wrapping_faults,
-)
+from zerobubble.integrations.lightning.refusals import refuse, refuse_fabric, refuse_optimizers, refuse_options, wrapping_faults
 from zerobubble.integrations.lightning.runner import Settings
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import collect, from_last_stage
@@ -101,8 +95,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         faults = wrapping_faults(module)
         if self._module is not None:
             faults.append("a second module: put both into one, or give each its own zb.Pipeline")
-        if faults:
-            raise InputError("PipelineStrategy cannot train {faults}", faults="; ".join(faults))
+        refuse(faults)
         self._module = module
         self._share_state(module)
         return _Evaluated(self, module)
@@ -110,10 +103,6 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         refuse_optimizers([optimizer])
         return optimizer
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        refuse_loader(dataloader, self.world_size, self.global_rank, self._data_parallel_size)
-        return dataloader
 
     # Steps
 
@@ -158,15 +147,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             settings = self._settings
             example = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
             with torch.enable_grad():
-                self.pipeline = zb.Pipeline(
-                    zb.split(self._module, example=example, **settings.split),
-                    settings.schedule,
-                    settings.num_microbatches,
-                    self._loss_fn,
-                    loss_weight=settings.loss_weight,
-                    mesh=self.mesh,
-                    **settings.pipeline,
-                )
+                self.pipeline = settings.pipeline_of(self._module, example, self._loss_fn, settings.loss_weight, self.mesh)
         return self.pipeline
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

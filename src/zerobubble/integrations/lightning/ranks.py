@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import zerobubble as zb
+from zerobubble.integrations.lightning.refusals import refuse_loader
 from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
 
 
@@ -85,6 +86,10 @@ class PipelineRanks:
         states = [_collect_rng_states(include_cuda=False)]
         dist.broadcast_object_list(states, src=dist.get_process_group_ranks(group)[0], group=group)
         _set_rng_states(states[0])
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        refuse_loader(dataloader, self.world_size, self.global_rank, self._data_parallel_size)
+        return dataloader
 
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized():

@@ -40,6 +40,12 @@ FABRIC_PRECISIONS = ("32-true", "bf16-mixed")
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
 
+def refuse(faults: list[str]) -> None:
+    """Raises `InputError` with all `faults`, if there are any."""
+    if faults:
+        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(faults))
+
+
 def refuse_options(settings: Settings, data_parallel_size: int) -> None:
     """Refuses wrong options of the strategy itself."""
     options = settings.pipeline
@@ -59,8 +65,7 @@ def refuse_options(settings: Settings, data_parallel_size: int) -> None:
     arguments = {**_defaults(), **given, "build_or_modules": [], "loss_fn": refuse_options}
     made = PipelineOptions(**arguments)
     found += [fault for fault in (faults_in(made), dependency_faults(made)) if fault]
-    if found:
-        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
+    refuse(found)
 
 
 def _defaults() -> dict[str, Any]:
@@ -79,8 +84,7 @@ def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -
         found.append(f"precision={precision.precision!r}: use 'bf16-mixed' or 'bf16-true'")
     if strategy._layer_sync is not None:
         found.append("sync_batchnorm: leave it out; in a pipeline, batch norm uses the statistics of each microbatch")
-    if found:
-        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
+    refuse(found)
 
 
 def refuse_fabric(strategy: Any, settings: Settings, data_parallel_size: int) -> None:
@@ -88,8 +92,7 @@ def refuse_fabric(strategy: Any, settings: Settings, data_parallel_size: int) ->
     found = _rank_faults(strategy, settings, data_parallel_size)
     if strategy.precision.precision not in FABRIC_PRECISIONS:
         found.append(f"precision={strategy.precision.precision!r} of Fabric: use {' or '.join(map(repr, FABRIC_PRECISIONS))}")
-    if found:
-        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
+    refuse(found)
 
 
 def _rank_faults(strategy: Any, settings: Settings, data_parallel_size: int) -> list[str]:
@@ -124,8 +127,7 @@ def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
         found.append(f"{type(module).__name__}.backward: the pipeline runs backward passes; leave the hook out")
     if is_overridden("training_step", module) and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         found.append("training_step(dataloader_iter): take a batch instead")
-    if found:
-        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
+    refuse(found)
 
 
 def wrapping_faults(module: nn.Module) -> list[str]:
@@ -151,9 +153,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def refuse_optimizers(optimizers: list[Any]) -> None:
     """Refuses optimizers that need the gradients of all parameters at once: each rank has only those of its own parameters."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise InputError(
-            "PipelineStrategy cannot train with LBFGS, which needs the gradients of all stages on one rank", remedy="use AdamW or SGD"
-        )
+        refuse(["LBFGS, which needs the gradients of all stages on one rank: use AdamW or SGD"])
 
 
 def refuse_loader(loader: Any, world_size: int, rank: int, num_replicas: int) -> None:

@@ -69,6 +69,11 @@ class Settings:
         pipeline = {name: value for name, value in options.items() if name not in SPLIT_OPTIONS}
         return cls(schedule, num_microbatches, network, loss_weight, split, pipeline)
 
+    def pipeline_of(self, network: nn.Module, example: Any, loss_fn: Any, loss_weight: Any, mesh: DeviceMesh) -> zb.Pipeline:
+        """Cuts the network, and returns its pipeline."""
+        stages = zb.split(network, example=example, **self.split)
+        return zb.Pipeline(stages, self.schedule, self.num_microbatches, loss_fn, loss_weight=loss_weight, mesh=mesh, **self.pipeline)
+
 
 @dataclass
 class _Step:
@@ -360,21 +365,12 @@ class StepRunner:
     def _pipeline(self, example: Arguments) -> zb.Pipeline:
         """Returns the pipeline, which is made with the first arguments of the network."""
         if self.pipe is None:
-            settings, network = self._settings, self.network
+            network = self.network
             was_training = network.training
             network.train()
             with torch.enable_grad(), states_restored(None, self._device):
                 torch.manual_seed(self._seed)
-                stages = zb.split(network, example=example, **settings.split)
-                self.pipe = zb.Pipeline(
-                    stages,
-                    settings.schedule,
-                    settings.num_microbatches,
-                    self._loss_function(),
-                    loss_weight=self._weight,
-                    mesh=self._mesh,
-                    **settings.pipeline,
-                )
+                self.pipe = self._settings.pipeline_of(network, example, self._loss_function(), self._weight, self._mesh)
             network.train(was_training)
             self._parameters = list(self.pipe.parameters())
             if len(self.pipe.schedule.placement.routes) > 1:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.ranks import PipelineRanks
-from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
+from zerobubble.integrations.lightning.refusals import refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import Settings, StepRunner
 from zerobubble.integrations.versions import refuse_wrong_versions
 
@@ -136,10 +136,6 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        refuse_loader(dataloader, self.world_size, self.global_rank, self._data_parallel_size)
-        return dataloader
 
     # Steps
 
