@@ -10,7 +10,7 @@ from rich.table import Table
 
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.cli.inputs.files import is_file, read_text, require_size
-from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, option, option_group, output_file, picture_options
+from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, misfit, option, option_group, output_file, picture_options
 from zerobubble.cli.outputs.terminal import stdout_console
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
@@ -85,14 +85,7 @@ def _find(name: str, ranks: int | None) -> Block:
     except InputError as error:
         raise InputError("cannot read a block from {name}: {reason}", name=name, reason=str(error)) from error
     if ranks not in (None, made.placement.num_ranks):
-        raise InputError(
-            "{argument} {got} does not fit {name}, which has {expected}",
-            argument="--ranks",
-            got=ranks,
-            name=name,
-            expected=made.placement.num_ranks,
-            remedy="leave the option out",
-        )
+        raise misfit("--ranks", ranks, f"{name}, which has {made.placement.num_ranks}")
     return made
 
 

@@ -214,6 +214,13 @@ def require_with(option: str, needed: str, remedy: str) -> None:
         raise InputError("{argument} needs {needed}", argument=flag, needed=needed, remedy=remedy)
 
 
+def misfit(flag: str, value: object, document: str) -> InputError:
+    """Returns the error of an option whose value contradicts a document, such as a file."""
+    return InputError(
+        "{argument} {got} does not fit {document}", argument=flag, got=value, document=document, remedy="leave the option out"
+    )
+
+
 def file_of(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
     """Returns a callback for the name of a file to write, whose suffix, if any, must be one of `suffixes`."""
 

@@ -17,6 +17,7 @@ from zerobubble.cli.inputs.options import (
     EqualCosts,
     bytes_with_unit,
     lacking,
+    misfit,
     option,
     option_group,
     refuse_together,
@@ -138,13 +139,7 @@ def _of_ranks(command: str, work: WorkOptions, search: SearchOptions, ranks: Wor
     """The work of ranks, from a file or from times of equal ranks, on the named placements."""
     count, microbatches = require_shape(command, ranks.num_ranks if work.ranks is None and ranks else work.ranks, work.microbatches)
     if ranks is not None and ranks.num_ranks != count:
-        raise InputError(
-            "--ranks {count} does not fit {file}, which has times for {num_ranks}",
-            count=count,
-            file=str(file),
-            num_ranks=ranks.num_ranks,
-            remedy="leave the option out",
-        )
+        raise misfit("--ranks", count, f"{file}, which has times for {ranks.num_ranks}")
     known = ranks or Workload.uniform(count, work.times, work.comm, work.held, work.reduce, work.buckets, work.fused)
     return Question(known, microbatches, named_placements(search, count, microbatches))
 
@@ -165,14 +160,12 @@ def _measured_placement(work: WorkOptions, search: SearchOptions, costs: Costs) 
     assert placement is not None
     measured = f"{work.costs_file}, which was measured on a {placement.name} placement over {placement.num_ranks} ranks"
     if work.ranks not in (None, placement.num_ranks):
-        raise InputError("--ranks {ranks} does not fit {measured}", ranks=work.ranks, measured=measured, remedy="leave the option out")
+        raise misfit("--ranks", work.ranks, measured)
     if search.placement == ANY:
         return placement
     named = family(search.placement, placement.num_ranks)
     if named.routes[0] != placement.routes[0]:
-        raise InputError(
-            "--placement {placement} does not fit {measured}", placement=search.placement, measured=measured, remedy="leave the option out"
-        )
+        raise misfit("--placement", search.placement, measured)
     return named
 
 
@@ -210,26 +203,14 @@ def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Pr
         )
     ranks = problem.placement.num_ranks
     if work.ranks not in (None, ranks):
-        raise InputError(
-            "--ranks {ranks} does not fit {costs_file}, a plan for {num_ranks} ranks",
-            ranks=work.ranks,
-            costs_file=work.costs_file,
-            num_ranks=ranks,
-            remedy="leave the option out",
-        )
+        raise misfit("--ranks", work.ranks, f"{work.costs_file}, a plan for {ranks} ranks")
     _, microbatches = require_shape(command, ranks, problem.num_microbatches if work.microbatches is None else work.microbatches)
     limits = None if has_ample_memory(problem) else problem.limits
     if problem.workload is not None:
         return Question(problem.workload, microbatches, named_placements(search, ranks, microbatches), problem, limits)
     placement = problem.placement
     if search.placement != ANY and family(search.placement, ranks).routes != placement.routes:
-        raise InputError(
-            "--placement {placement} does not fit {costs_file}, a plan for the stages of {name}",
-            placement=search.placement,
-            costs_file=work.costs_file,
-            name=placement.name,
-            remedy="leave it out",
-        )
+        raise misfit("--placement", search.placement, f"{work.costs_file}, a plan for the stages of {placement.name}")
     return Question(problem.costs, microbatches, {placement.name: placement}, problem, limits)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 from zerobubble.cli.inputs.files import SCHEDULE, costs_of, is_file, parse_document, read_text, require_size
-from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, lacking, refuse_together, require_with
+from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, lacking, misfit, refuse_together, require_with
 from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, near_all
 from zerobubble.export.document import schedule_of
@@ -102,22 +103,13 @@ def find_schedule(name: str, shape: Shape, given_costs: CostOptions | None = Non
         return Given(name, make_schedule(name, _with_shape_of_costs(shape, given_costs)))
     given = read_schedule(name)
     if shape.options:
-        raise InputError(
-            "--set {option}=... does not fit the file {name}", option=next(iter(shape.options)), name=name, remedy="leave the option out"
-        )
+        raise misfit("--set", f"{next(iter(shape.options))}=...", f"the file {name}")
     schedule = given.schedule
     wanted = {"--ranks": shape.ranks, "--microbatches": shape.microbatches, "--stages-per-rank": shape.stages_per_rank}
     actual = (schedule.num_ranks, schedule.num_microbatches, schedule.placement.stages_per_rank)
     for (option, value), has in zip(wanted.items(), actual, strict=True):
         if value not in (None, has):
-            raise InputError(
-                "{option} {value} does not fit {name}, which has {has}",
-                option=option,
-                value=value,
-                name=name,
-                has=has,
-                remedy="leave the option out",
-            )
+            raise misfit(option, value, f"{name}, which has {has}")
     return given
 
 
@@ -224,22 +216,17 @@ def equal_costs(
     replicas in `buckets` parts, all in ms. The second copy of a stage in a bidirectional schedule serves other microbatches, so it does
     not count. R takes as long as F. A forward that R repeats keeps 6 % of its bytes.
     """
-    stages_passed = schedule.num_stages / schedule.num_ranks
-    forward, backward, weight = (time / stages_passed for time in times)
-    times_of_stage = (forward, backward, weight)
-    overlap_of_stage = None if overlap is None else overlap / stages_passed
-    fused_of_stage = None if fused is None else fused / stages_passed
-    reduce_of_stage, buckets_of_stage = reduce / stages_passed, ceil(buckets / stages_passed)
-    costs = Costs.uniform(
-        schedule.num_stages,
-        times_of_stage,
-        comm,
-        held=held,
-        overlap=overlap_of_stage,
-        fused=fused_of_stage,
-        reduce=reduce_of_stage,
-        buckets=buckets_of_stage,
-    )
+    per_rank = schedule.num_stages / schedule.num_ranks
+    forward, backward, weight = (time / per_rank for time in times)
+    overlap, fused = (None if time is None else time / per_rank for time in (overlap, fused))
+    given: dict[str, Any] = {
+        "held": held,
+        "overlap": overlap,
+        "fused": fused,
+        "reduce": reduce / per_rank,
+        "buckets": ceil(buckets / per_rank),
+    }
+    costs = Costs.uniform(schedule.num_stages, (forward, backward, weight), comm, **given)
     return costs.completed_for(schedule)
 
 
