@@ -25,8 +25,7 @@ from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_checkpoints_in_graphs
 from tests.refusals import Stated, raises
 from tests.thinned import every
-from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.measure.storages import addresses_of
+from zerobubble.runtime.measure.memory_meter import Meter, addresses_of
 from zerobubble.runtime.split.graph import PendingWeights
 from zerobubble.runtime.split.graphs.fx_nodes import flops
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS

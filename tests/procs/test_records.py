@@ -14,8 +14,7 @@ import zerobubble as zb
 from tests.procs.measured import assert_least_within
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
-from zerobubble.export.messages import messages
-from zerobubble.timeline import Doing
+from zerobubble.timeline import Doing, messages
 
 
 def record(group: Any, name: str) -> tuple[zb.Timeline, zb.Timeline]:

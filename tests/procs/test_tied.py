@@ -23,7 +23,7 @@ from tests.thinned import every
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.hooks.shared_gradients import _GroupSum
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, parameter_infos, read_tied, shared_groups
-from zerobubble.runtime.measure.storages import addresses_of
+from zerobubble.runtime.measure.memory_meter import addresses_of
 from zerobubble.runtime.values.gradients import IN_GRAD
 from zerobubble.transport import Line, Work
 

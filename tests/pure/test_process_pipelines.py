@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import pytest
 
 from zerobubble.runtime.failure import guard
-from zerobubble.runtime.failure.call_lock import CallLock
+from zerobubble.runtime.failure.context import CallLock
 from zerobubble.runtime.failure.guard import CallStatus, register_pipeline, status_in_other_pipeline
 from zerobubble.runtime.failure.report import RankStatus
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from zerobubble.arguments import each, takes
 from zerobubble.explain import Gap, WaitsFor
-from zerobubble.export.messages import Message, messages
 from zerobubble.ir import Op
 from zerobubble.kinds import traits_of
-from zerobubble.timeline import Copy, Mark, Reduction, Span, Timeline, lanes
+from zerobubble.timeline import Copy, Mark, Message, Reduction, Span, Timeline, lanes, messages
 
 NS_PER_US = 1000
 Event = dict[str, Any]

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 from zerobubble.arguments import takes, wrong
 from zerobubble.costs import Costs
-from zerobubble.export.messages import messages
 from zerobubble.export.torch_cells import End, SendWait, WeightAction, Weights, require_expressible, step_cell
 from zerobubble.ir import Op, Schedule, Step
 from zerobubble.kinds import ValueKind, kinds_making, traits_of
 from zerobubble.rules import Value
 from zerobubble.simulation import simulate
-from zerobubble.timeline import Timeline
+from zerobubble.timeline import Timeline, messages
 
 MOST_UNSHARDED = 3
 """The number of stages per rank that PyTorch keeps gathered when it adds these cells itself."""

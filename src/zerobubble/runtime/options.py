@@ -1,11 +1,12 @@
-"""The arguments of `Pipeline`: the requirements of each, and which exclude each other.
+"""The arguments of `Pipeline`: the requirements of each, which exclude each other, and what they need of the device of the stages.
 
-All faults are reported at once, before anything is built.
+All faults are reported at once, before anything is built. Each rank finds its own before the ranks compare their arguments, so that all
+ranks raise them, and none waits for one that cannot run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -23,6 +24,7 @@ from zerobubble.offload import HostLink, RankOffloads, require_offloads
 from zerobubble.planning import Plan
 from zerobubble.planning.problem.axes import NOT_RUN
 from zerobubble.rules import recomputed
+from zerobubble.runtime.device import Feature, has_nccl, holds_values, interface, is_host
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
@@ -36,6 +38,7 @@ from zerobubble.runtime.step.captured_step import STEP
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.ordering import TOKENS, CostOf
+from zerobubble.runtime.transport.choice import AUTO, NCCL, STAGED, fastest_for
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of_mesh, one_pipeline
 from zerobubble.schedules import find
@@ -361,3 +364,39 @@ def _dividing(options: PipelineOptions) -> list[str]:
     """Returns the dimensions of the mesh along which ranks hold other parts of the same stages, or other experts."""
     names = () if options.mesh is None else options.mesh.mesh_dim_names or ()
     return [name for name in names if name not in {"pp", *ALIKE}]
+
+
+def refuse_unusable(options: PipelineOptions, device: torch.device) -> None:
+    """Raises `InputError` with everything that these options need and a rank with stages on `device` lacks."""
+    if not holds_values(device):
+        raise InputError("stages are on {device}, whose tensors hold no values", device=str(device), remedy="create them on another device")
+    faults = [*_faults_of_rehearsals(options, device), *_faults_of_features(options, device)]
+    if not is_host(device) and options.transport == NCCL and not has_nccl():
+        faults.append(f"transport 'nccl' needs NCCL, which torch {torch.__version__} is built without: leave it out, or pass 'staged'")
+    if faults:
+        raise InputError("{faults}", faults="; ".join(faults), device=str(device))
+
+
+def _faults_of_rehearsals(options: PipelineOptions, device: torch.device) -> Iterator[str]:
+    for argument in ("pace", "link"):
+        if getattr(options, argument) is not None and not is_host(device):
+            yield f"{argument} is for rehearsals on CPUs, but stages are on {device}: leave it out, or move them"
+
+
+def _faults_of_features(options: PipelineOptions, device: torch.device) -> Iterator[str]:
+    for user, remedy, features in _needs(options, device):
+        lacking = interface(device).lacking(features)
+        if lacking:
+            yield f"{user} needs {' and '.join(lacking)}, which {device} lacks in torch {torch.__version__}: {remedy}"
+
+
+def _needs(options: PipelineOptions, device: torch.device) -> Iterator[tuple[str, str, tuple[Feature, ...]]]:
+    """Yields what needs some features of the device, the remedy without them, and the features."""
+    if not is_host(device):
+        yield "a pipeline", "put the stages on another device", (Feature.STREAMS, Feature.TIMES)
+        if options.transport == STAGED or (options.transport == AUTO and fastest_for(device) == STAGED):
+            yield "transport 'staged'", "put the stages on another device, or pass a transport of your own", (Feature.PINNED,)
+        if uses_offloads(options):
+            yield "offload", "leave it out", (Feature.PINNED,)
+    if options.cuda_graphs:
+        yield "cuda_graphs", "leave it out", (Feature.GRAPHS,)

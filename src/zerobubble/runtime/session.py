@@ -24,7 +24,6 @@ from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
 from zerobubble.runtime.device import accelerator_fault, hardware_queues, is_host
-from zerobubble.runtime.device_needs import refuse_unusable
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
@@ -51,6 +50,7 @@ from zerobubble.runtime.options import (
     ordering_costs,
     planned_cut,
     recompute_levels,
+    refuse_unusable,
     refuse_wrong,
     usable_timeout,
 )

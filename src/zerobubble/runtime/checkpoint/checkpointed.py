@@ -18,10 +18,10 @@ from zerobubble.runtime.checkpoint.background import BackgroundSaves
 from zerobubble.runtime.checkpoint.names import Names, are_of_one_model, refuse_taken
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.pipeline import Pipeline
+from zerobubble.runtime.stage.head_part import names_of_heads
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.optimizers import optimizers_with_state, parameters_left_by, refuse_left_out
 from zerobubble.runtime.values.experts import expert_marks
-from zerobubble.runtime.values.head_rows import names_of_heads
 
 R = TypeVar("R")
 

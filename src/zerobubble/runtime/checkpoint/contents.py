@@ -24,9 +24,9 @@ from zerobubble.errors import InputError, with_article
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.states import ParameterState, groups_of
 from zerobubble.runtime.checkpoint.tensor_parts import Mark, Marks, joined, marks_in, part, whole
+from zerobubble.runtime.stage.head_part import HeadRows
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.optimizers import parameters_of
-from zerobubble.runtime.values.head_rows import HeadRows
 
 FORM = 1
 """The version of this form. A reader that knows only lower numbers is too old."""

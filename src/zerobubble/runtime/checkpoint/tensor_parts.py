@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.stage.head_part import HeadRows, head_rows
 from zerobubble.runtime.values.experts import ExpertMark, expert_marks
-from zerobubble.runtime.values.head_rows import HeadRows, head_rows
 from zerobubble.runtime.values.memory import local_part
 
 Mark = ExpertMark | HeadRows

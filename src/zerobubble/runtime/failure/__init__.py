@@ -29,7 +29,7 @@ The order within *failing* is what makes every rank raise the same error:
 Modules by state. `guard.FailureGuard` is the one object of a pipeline for all of this; every call enters a `context` of it.
 
 - Before the first call: `setup_timeout` bounds the wait for other ranks.
-- In a call: `call_lock` admits one thread and describes what a rank does. `guard` finds another pipeline that it waits in.
+- In a call: `context` admits one thread and describes what a rank does. `guard` finds another pipeline that it waits in.
 - Detection beyond lost connections: `processes` watches the processes of other ranks, `torchrun` its agent, `termination` handles SIGTERM,
   and `watch` counts what the OOM killer ended.
 - Failing: `watch` publishes and reads reports through the store, and `store_thread` makes all calls of the store. `blame` finds the failed

@@ -18,8 +18,7 @@ from weakref import WeakValueDictionary
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure import forked, termination
 from zerobubble.runtime.failure.blame import CLOSING, agent_end_report, sigterm_report
-from zerobubble.runtime.failure.call_lock import Activity, CallLock, PlaysActions, words_of
-from zerobubble.runtime.failure.context import AgreedError, FailureContext
+from zerobubble.runtime.failure.context import Activity, AgreedError, CallLock, FailureContext, PlaysActions, words_of
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.measure.memory_meter import Held, Meter
-from zerobubble.runtime.measure.storages import addresses_of
+from zerobubble.runtime.measure.memory_meter import Held, Meter, addresses_of
 from zerobubble.runtime.split.compiled.capture import CapturedPart, Part, Slots
 from zerobubble.runtime.split.compiled.compiler import Compiler, require_compiler
 from zerobubble.runtime.split.compiled.part import PartMaker

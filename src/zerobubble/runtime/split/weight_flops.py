@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from zerobubble.runtime.measure.storages import addresses_of
+from zerobubble.runtime.measure.memory_meter import addresses_of
 
 
 def grouped_product_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:

@@ -13,7 +13,7 @@ Parallelism, arXiv 2411.05288, sections 4.2 to 4.4):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.values.gradients import Gradients
-from zerobubble.runtime.values.head_rows import HeadRows, mark_head_rows
 from zerobubble.runtime.values.payload import Tensors
 
 BuildRows = Callable[[int, int], nn.Linear]
@@ -224,3 +223,30 @@ def gradient_of_output(parts: Sequence[Tensors], weight: Tensor) -> tuple[Tensor
             else:
                 total += product
         return total.mul_(weight[:, None].to(total.dtype)), correction.losses
+
+
+_MARK = "_zerobubble_head_rows"
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Marks a parameter as the rows from `first_row` on of a matrix with `num_rows` rows, called `name` in a checkpoint."""
+
+    name: str
+    first_row: int
+    num_rows: int
+
+
+def mark_head_rows(module: nn.Module, parameter: str, rows: HeadRows) -> None:
+    """Marks a parameter of `module` itself, by its name there."""
+    module.__dict__.setdefault(_MARK, {})[parameter] = rows
+
+
+def head_rows(module: nn.Module) -> dict[str, HeadRows]:
+    """Returns the marks in `module`, by the names of its parameters."""
+    return dict(module.__dict__.get(_MARK, {}))
+
+
+def names_of_heads(modules: Iterable[nn.Module]) -> list[str]:
+    """Returns the checkpoint names of the heads of which these `modules` hold rows."""
+    return [rows.name for module in modules for rows in head_rows(module).values()]

@@ -20,8 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
 from zerobubble.rules import used_stages
-from zerobubble.runtime.measure.memory_meter import Meter, held_bytes
-from zerobubble.runtime.measure.storages import addresses_of
+from zerobubble.runtime.measure.memory_meter import Meter, addresses_of, held_bytes
 from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocast
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import Splitter, arguments_of

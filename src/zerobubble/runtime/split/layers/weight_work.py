@@ -21,8 +21,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import runs_backward_in_caller
-from zerobubble.runtime.measure.memory_meter import Held, Meter
-from zerobubble.runtime.measure.storages import storages_of
+from zerobubble.runtime.measure.memory_meter import Held, Meter, storages_of
 from zerobubble.runtime.split.autocast import AutocastCopies
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients, Part
 
