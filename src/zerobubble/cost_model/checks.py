@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf
 from typing import Any
 
+from zerobubble.arguments import NUMBER
 from zerobubble.errors import InputError, shown
 
 
@@ -16,19 +17,10 @@ class SettingError(InputError):
         self.faults = faults
 
 
-def require_amounts(what: str, amounts: dict[str, Any], least: float = 0.0, inclusive: bool = False) -> None:
-    """Raises `InputError` for all `amounts` of `what` that are not numbers above `least` (or equal to it, if `inclusive`)."""
-    faults = [f"{name} of {what} must be {words}, got {shown(value)}" for name, value, words in _bad(amounts, least, inclusive)]
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
-
-
-def _bad(amounts: dict[str, Any], least: float, inclusive: bool) -> list[tuple[str, Any, str]]:
-    words = f"a finite number {'at least' if inclusive else 'above'} {least:g}"
-    return [(name, value, words) for name, value in amounts.items() if not _is_within(value, least, inclusive)]
-
-
-def _is_within(value: Any, least: float, inclusive: bool) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-        return False
-    return value > least or (inclusive and value == least)
+def require_amounts(what: str, amounts: dict[str, Any], *, or_zero: bool = False) -> None:
+    """Raises `InputError` for all `amounts` of `what` that are not finite numbers above 0, or 0 itself with `or_zero`."""
+    words = f"a finite number {'at least' if or_zero else 'above'} 0"
+    wrong = [name for name, value in amounts.items() if not NUMBER.accepts(value) or not 0 <= value < inf or not (value or or_zero)]
+    if wrong:
+        faults = "; ".join(f"{name} of {what} must be {words}, got {shown(amounts[name])}" for name in wrong)
+        raise InputError("{faults}", faults=faults)

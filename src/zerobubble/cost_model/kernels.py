@@ -51,9 +51,8 @@ class Efficiency:
     def __post_init__(self) -> None:
         shares = ("products", "memory", "links")
         require_amounts("an Efficiency", {name: getattr(self, name) for name in shares})
-        require_amounts(
-            "an Efficiency", {name: getattr(self, name) for name in ("wave", "contention", "latency", "spread")}, inclusive=True
-        )
+        others = ("wave", "contention", "latency", "spread")
+        require_amounts("an Efficiency", {name: getattr(self, name) for name in others}, or_zero=True)
 
     def memory_of(self, gpu: GPU) -> float:
         """Returns the fraction of the memory bandwidth of `gpu` that memory-bound operations reach."""
