@@ -188,34 +188,27 @@ def _plain(value: Any) -> Any:
     return shown(value)
 
 
-def nearest(word: str, known: Iterable[str], likeness: float = 0.75) -> str:
-    """The known word that resembles `word` most; "" if none has this `likeness`, from 0 to 1, or alone starts with it."""
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that resembles `word` most; "" if none resembles it, or alone starts with it."""
     words = list(known)
     longer = [each for each in words if word and each.startswith(word)]
-    return next(iter(get_close_matches(word, words, n=1, cutoff=likeness)), longer[0] if len(longer) == 1 else "")
+    return next(iter(get_close_matches(word, words, n=1, cutoff=0.75)), longer[0] if len(longer) == 1 else "")
 
 
 def near(word: str, known: Iterable[str], *, same_numbers: bool = False) -> str:
-    """`did you mean 'zb-v'? ` where a known word resembles `word`, nothing otherwise.
+    """`did you mean 'zb-v'? ` with all known words about as near to `word`, or one alone that is spelled almost alike; "" if none is near.
 
     With `same_numbers`, the words differ from each other by their numbers, such as sizes of models.
-    """
-    found = nearest(word, [each for each in known if not same_numbers or _numbers(each) == _numbers(word)])
-    return f"did you mean {found!r}? " if found else ""
 
-
-def near_all(word: str, known: Iterable[str]) -> str:
-    """Like `near`, with all known words about as near; one alone if it is spelled almost alike.
-
-    >>> near_all("zb-x", ["gpipe", "zb-h1", "zb-h2", "zb-v"])
+    >>> near("zb-x", ["gpipe", "zb-h1", "zb-h2", "zb-v"])
     "did you mean 'zb-h1', 'zb-h2' or 'zb-v'? "
     """
-    words = list(known)
+    words = [each for each in known if not same_numbers or _numbers(each) == _numbers(word)]
     found = nearest(word, words)
-    if SequenceMatcher(None, found, word).ratio() > _ALIKE:
-        return near(word, words)
     alike = [each for each in words if word and each.startswith(word)][:4]
     alike = alike or (get_close_matches(word, words, n=4, cutoff=0.66) if found else [])
+    if SequenceMatcher(None, found, word).ratio() > _ALIKE:
+        alike = [found]
     *others, last = [repr(each) for each in words if each in alike] or [""]
     return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}? " if alike else ""
 

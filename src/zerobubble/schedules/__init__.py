@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zerobubble.arguments import WHOLE, instance, optional, takes
-from zerobubble.errors import InputError, near_all
+from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
 from zerobubble.schedules.chimera import chimera, even_ranks
 from zerobubble.schedules.dualpipe import dualpipe, dualpipe_v, even_and_twice_the_ranks, twice_the_ranks
@@ -111,7 +111,7 @@ def find(name: str) -> Recipe:
     recipe = registry.find(name)
     if recipe is None:
         known = known_schedules()
-        hint = f"io.load_plan({name!r}) reads the file of a plan; " if name.endswith(".json") else near_all(name, known)
+        hint = f"io.load_plan({name!r}) reads the file of a plan; " if name.endswith(".json") else near(name, known)
         raise InputError("there is no schedule {name!r}: {hint}known are {known}", name=name, hint=hint, known=", ".join(known))
     return recipe
 

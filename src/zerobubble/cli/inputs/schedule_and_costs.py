@@ -11,7 +11,7 @@ from typing import Any
 from zerobubble.cli.inputs.files import SCHEDULE, costs_of, is_file, parse_document, read_text, require_size
 from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, lacking, misfit, refuse_together, require_with
 from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
-from zerobubble.errors import InputError, near_all
+from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, play_offloads
@@ -141,7 +141,7 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
         raise InputError(
             "there is no schedule and no file {name!r}: {nearest}known schedules are {known}",
             name=name,
-            nearest=near_all(name, known),
+            nearest=near(name, known),
             known=", ".join(known),
         )
     recipe = known[name]
