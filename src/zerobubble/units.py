@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from itertools import takewhile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import count, takewhile
 from math import floor, log10
 from typing import TypeVar
 
@@ -110,17 +110,21 @@ def ticks(end: int, most: int) -> tuple[int, ...]:
     rough = max(1.0, end / max(1, most - 1))
     power = 10 ** floor(log10(rough))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough)
-    return tuple(takewhile(lambda tick: tick <= end, _multiples(step)))
-
-
-def _multiples(step: int) -> Iterable[int]:
-    tick = 0
-    while True:
-        yield tick
-        tick += step
+    return tuple(takewhile(lambda tick: tick <= end, count(0, step)))
 
 
 def counted(count: float, noun: str) -> str:
     """Format a count with its noun, in the plural unless it is 1: `1 stage`, `2 passes`, `2.5 microbatches`."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count:.6g} {noun}{ending}" if isinstance(count, float) else f"{count:,} {noun}{ending}"
+
+
+def listed(items: Iterable[object]) -> str:
+    """Format items as a list: `a, b and c`."""
+    *others, last = map(str, items)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def named(noun: str, numbers: Collection[int]) -> str:
+    """Format numbered things: `rank 1`, `ranks 1, 2 and 3`."""
+    return f"{noun}{'s' * (len(numbers) > 1)} {listed(numbers)}"

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 
 from zerobubble.bounds.chain import RankPasses, Window
 from zerobubble.bounds.microbatch_starts import MEMORY, TRANSIT, WORK, MicrobatchStarts
 from zerobubble.bounds.one_machine import Busy
-from zerobubble.units import show_ms
+from zerobubble.units import named, show_ms
 
 FUSED = "counting W only as the time that a BW takes beyond its B"
 """Appended to reasons if a BW takes less than B and W (`Costs.fused`), so that W counts as less than its time."""
@@ -75,7 +74,7 @@ def starts_reason(starts: MicrobatchStarts, rank: int, visit: int | None, until_
     parts = [f"{show_ms(times[TRANSIT])} for microbatches to pass through the stages"]
     for what, words in ((WORK, "of work in between on"), (MEMORY, "for B and W that free memory on")):
         if ranks[what]:
-            parts.append(f"{show_ms(times[what])} {words} {_ranks(ranks[what])}")
+            parts.append(f"{show_ms(times[what])} {words} {named('rank', sorted(ranks[what]))}")
     return f"the critical path until {event} takes {', and '.join(parts)}"
 
 
@@ -83,11 +82,6 @@ def busy_reason(busy: Busy, event: str) -> str:
     """Passes of one rank cannot start early, and something follows each of them."""
     work = f"rank {busy.rank} has {show_ms(busy.work)} of passes that cannot start before {show_ms(busy.start)}"
     return f"{work}, and each must end at least {show_ms(busy.after)} before {event}" if busy.after else work
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    names = [str(rank) for rank in sorted(ranks)]
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def full_memory_reason(here: RankPasses, time: int) -> str:

@@ -19,6 +19,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.rules import makes, uses
 from zerobubble.simulation import simulate
+from zerobubble.units import named
 
 NAME = "rerouted"
 
@@ -64,8 +65,8 @@ def _routes(placement: Placement, replicas: Sequence[Sequence[int]], lost: Colle
     holders = [sorted({original[stage] for original in originals} - set(lost)) for stage in range(placement.num_stages)]
     without_rank = [stage for stage, ranks in enumerate(holders) if not ranks]
     if without_rank:
-        stages = f"stage {without_rank[0]}" if len(without_rank) == 1 else f"stages {', '.join(map(str, without_rank))}"
-        raise InputError("no remaining rank holds {stages}", stages=stages, remedy="restart from a checkpoint, or train with more replicas")
+        remedy = "restart from a checkpoint, or train with more replicas"
+        raise InputError("no remaining rank holds {stages}", stages=named("stage", without_rank), remedy=remedy)
     number = {rank: place for place, rank in enumerate(left)}
     rounds = max((len(ranks) for stage, ranks in enumerate(holders) if len(ranks) < len({route[stage] for route in originals})), default=1)
     return [

@@ -69,7 +69,7 @@ class Recipe(Displayed):
             if count < 1:
                 return f"{self.name} needs at least 1 {what}, got {count}"
         if stages != self.stages_per_rank and not self.any_stages:
-            own = "1 stage" if self.stages_per_rank == 1 else f"{self.stages_per_rank} stages"
+            own = counted(self.stages_per_rank, "stage")
             return f"{self.name} needs exactly {own} per rank, got {stages}"
         lack = self.needs(ranks, microbatches, stages)
         return f"{self.name} {lack}" if lack else ""

@@ -12,6 +12,7 @@ from zerobubble.rules import SENT_BETWEEN_STAGES, Value, makers, message_receive
 from zerobubble.timeline import Mark, Reduction, Span, Timeline
 from zerobubble.traces.clocks import ClockShift, shifts
 from zerobubble.traces.passes import ONLY_STAGE, Moved, RankRun, RankStep
+from zerobubble.units import listed
 
 StepOfRanks = tuple[RankStep, ...]
 """One training step, a part for each rank."""
@@ -78,7 +79,7 @@ def _require_stages(runs: Sequence[RankRun]) -> int:
         first = next(stage for stage in range(wanted) if stage not in home)
         sentence = "{files} have no passes of {missing} of the {stages} stages, such as stage {stage}"
         remedy = "give the files of all ranks"
-        raise InputError(sentence, files=_files(runs), missing=missing, stages=wanted, stage=first, remedy=remedy)
+        raise InputError(sentence, files=listed(run.trace.file for run in runs), missing=missing, stages=wanted, stage=first, remedy=remedy)
     size = next((run.trace.pipeline_size for run in runs if run.trace.pipeline_size), len(runs))
     if size != len(runs):
         raise InputError(
@@ -95,11 +96,6 @@ def _require_microbatches(number: int, step: StepOfRanks) -> None:
         raise InputError(sentence, step=number, last=last, missing=missing, remedy="record whole steps")
 
 
-def _files(runs: Sequence[RankRun]) -> str:
-    names = [run.trace.file for run in runs]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
 _SAME_STEPS = "record the same steps on every rank, with a schedule of the profiler"
 
 
@@ -109,7 +105,7 @@ def _matched(runs: Sequence[RankRun]) -> list[StepOfRanks]:
         keyed = [_by_label(run) for run in runs]
         common = [key for key in keyed[0] if all(key in steps for steps in keyed)]
         if not common:
-            raise InputError("{files} have no profiler step in common", files=_files(runs), remedy=_SAME_STEPS)
+            raise InputError("{files} have no profiler step in common", files=listed(run.trace.file for run in runs), remedy=_SAME_STEPS)
         return [tuple(steps[key] for steps in keyed) for key in common]
     counts = [len(run.steps) for run in runs]
     if len({*counts}) > 1:

@@ -15,7 +15,7 @@ from zerobubble.kinds import SENT_BETWEEN_STAGES
 from zerobubble.lowering.messages import messages_of
 from zerobubble.simulation import metrics, peak_memory
 from zerobubble.timeline import Timeline
-from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
+from zerobubble.units import counted, listed, ms, show_bytes, show_ms, show_percent
 from zerobubble.verify import checked
 from zerobubble.view import Viewed, comparison_html
 from zerobubble.whole_files import write_text
@@ -202,9 +202,8 @@ def column_groups(evaluations: Sequence[Evaluation], message_bytes: int | None =
 def note_of(evaluations: Sequence[Evaluation]) -> str:
     """Explains the columns."""
     causes = causes_of(evaluations)
-    listed = f"{', '.join(causes[:-1])} and {causes[-1]}".capitalize()
     star = "* best of its column. " if len(evaluations) > 1 else ""
-    return star + NOTE.format(unit="bytes" if evaluations[0].costed.in_bytes else "microbatches", causes=listed)
+    return star + NOTE.format(unit="bytes" if evaluations[0].costed.in_bytes else "microbatches", causes=listed(causes).capitalize())
 
 
 def title_of(evaluations: Sequence[Evaluation]) -> str:

@@ -12,9 +12,7 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
 from zerobubble.partition import Cuts, Layer
-from zerobubble.units import show_bytes
-
-NS_PER_S = 10**9
+from zerobubble.units import NS_PER_S, show_bytes
 
 
 @takes()

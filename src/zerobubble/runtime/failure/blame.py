@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
 from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, NO_ANSWER, NOBODY, STARTING, TIMED_OUT, stalled
+from zerobubble.units import counted, named
 
 CLOSING = RankStatus("closing the pipeline")
 """The status of a rank that has left the pipeline."""
@@ -78,8 +79,7 @@ def store_host_end_report(rank: int, kills: int) -> FailureReport:
 
 
 def _for_memory(kills: int) -> str:
-    processes = "1 process" if kills == 1 else f"{kills} processes"
-    return f", and the OOM killer has ended {processes} on that machine since the pipeline was created" if kills > 0 else ""
+    return f", and the OOM killer has ended {counted(kills, 'process')} on that machine since the pipeline was created" if kills > 0 else ""
 
 
 def sigterm_report(rank: int, status: RankStatus) -> FailureReport:
@@ -116,8 +116,8 @@ def _report_stall(statuses: dict[int, RankStatus], seconds: float) -> FailureRep
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Returns `rank 1 does` or `ranks 1, 2 do`."""
-    return f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} do"
+    """Returns `rank 1 does` or `ranks 1 and 2 do`."""
+    return f"{named('rank', ranks)} {'does' if len(ranks) == 1 else 'do'}"
 
 
 def _report_circle(statuses: dict[int, RankStatus], caller: int) -> FailureReport:

@@ -33,6 +33,7 @@ from zerobubble.runtime.step.named_arguments import names_of_arguments
 from zerobubble.runtime.survival.lending import Lending
 from zerobubble.runtime.transport.mesh import Layout, one_pipeline
 from zerobubble.schedules import with_recompute
+from zerobubble.units import named
 
 _log = logging.getLogger("zerobubble")
 R = TypeVar("R")
@@ -140,8 +141,7 @@ class Survival:
         lost = self.lost | {left[rank] for rank in absent}
         why_not = self._why_not_without(lost)
         if why_not:
-            ranks = ", ".join(map(str, sorted(lost)))
-            they = f"rank {ranks} is" if len(lost) == 1 else f"ranks {ranks} are"
+            they = f"{named('rank', sorted(lost))} {'is' if len(lost) == 1 else 'are'}"
             message = f"{error}; the others cannot continue now that {they} lost (ranks of the mesh): {'; '.join(why_not)}"
             raise PipelineError(message, rank=error.rank, op=error.op) from error
         self.lost = lost

@@ -27,6 +27,7 @@ from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.measured_store import MeasuredStore
 from zerobubble.runtime.transport.rank_process import RankProcess, has_ended
 from zerobubble.runtime.transport.terms import Terms, faults_of
+from zerobubble.units import named
 
 _SHORTEST_S, _LONGEST_S = 0.001, 0.1
 """The pause between two polls of the store."""
@@ -215,8 +216,7 @@ class _Participant:
         if not missing:
             silent = "rank 0 does not answer: it called Pipeline(...) and then was silent"
             return Outcome(failure=f"{silent} for {self._timeout:g} s; see the log there", rank=0)
-        named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:-1]))} and {missing[-1]}"
-        late = f"{named} did not call Pipeline(...) within {self._timeout:g} s"
+        late = f"{named('rank', missing)} did not call Pipeline(...) within {self._timeout:g} s"
         remedy = "see the log there, or raise `timeout` if it may take that long"
         return Outcome(failure=f"{late}; {remedy}", rank=missing[0] if len(missing) == 1 else -1)
 
