@@ -467,12 +467,12 @@ class Costs(Displayed):
         placement = {} if self.placement is None else {"placement": self.placement.to_dict()}
         further = {"further": {name: list(values) for name, values in self.further}} if self.further else {}
         shares = {"shares": list(self.shares)} if self.shares else {}
-        return {"format": f"zerobubble costs {3 if self.shares else 2}", **placement, **columns, **further, **shares}
+        return {"format": "zerobubble costs 1", **placement, **columns, **further, **shares}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Costs:
         """Read the JSON form; raises `ParseError` if a part is missing or malformed."""
-        with reading("costs", data, newest=3):
+        with reading("costs", data):
             columns = {name: tuple(map(whole, (_OPTIONAL | data)[name])) for name in _COLUMNS}
             further = {str(name): tuple(map(whole, values)) for name, values in data.get("further", {}).items()}
             placement = Placement.from_dict(data["placement"]) if "placement" in data else None

@@ -73,16 +73,15 @@ class ParseError(InputError):
 
 
 @contextmanager
-def reading(noun: str, data: Any, newest: int = 1, remedy: str = "") -> Iterator[None]:
+def reading(noun: str, data: Any, remedy: str = "") -> Iterator[None]:
     """Read the JSON form of a `noun`: whatever malformed `data` raises inside comes out as a `ParseError` that says what is wrong.
 
-    Forms from version 1 up to the `newest` are read. The `remedy` is that for a missing key.
+    The `remedy` is that for a missing key.
     """
     if not isinstance(data, dict):
         raise ParseError("{noun} in JSON form must be an object, got {got}", noun=with_article(noun), got=type(data).__name__)
-    versions = [f"zerobubble {noun} {version}" for version in range(1, newest + 1)]
-    if data.get("format", versions[-1]) not in versions:
-        raise ParseError("expected the format {expected}, got {got!r}", expected=" or ".join(map(repr, versions)), got=data["format"])
+    if data.get("format", form := f"zerobubble {noun} 1") != form:
+        raise ParseError("expected the format {expected!r}, got {got!r}", expected=form, got=data["format"])
     try:
         yield
     except KeyError as error:

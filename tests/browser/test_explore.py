@@ -277,7 +277,7 @@ def test_the_server_refuses_with_a_sentence(server: Server) -> None:
     assert server.refuses({"schedule": "zb-z"})[:2] == (422, "schedule")
     assert server.refuses({"schedule": "1f1b", "ranks": 256, "microbatches": 4096})[:2] == (422, "microbatches")
     assert server.refuses({"file": "hello"})[:2] == (422, "file")
-    assert server.refuses({"costs": '{"format": "zerobubble costs 2"}'}) == (422, "costs", "costs in JSON form must have the key 'forward'")
+    assert server.refuses({"costs": '{"format": "zerobubble costs 1"}'}) == (422, "costs", "costs in JSON form must have the key 'forward'")
     assert server.refuses([1])[0] == 422
     status, text = server.post("timeline", '"' + "x" * 5_000_000 + '"')
     assert (status, "more than" in json.loads(text)["error"]) == (413, True)

@@ -126,16 +126,12 @@ def test_the_json_form_names_both_cuts_and_the_gain() -> None:
     assert data["gain"] == savings.gain
 
 
-def test_the_file_of_a_plan_keeps_its_cut_and_old_files_of_layers_are_read() -> None:
+def test_the_file_of_a_plan_keeps_its_cut() -> None:
     found = together(HEADED, Placement.linear(4), 6, Limits((22_000,) * 4), Objective.PERIOD)
     data = json.loads(json.dumps(found.to_dict()))
     read = loads(json.dumps(data))
     assert isinstance(read, Plan)
     assert (read.cut, read.schedule, read.time) == (found.cut, found.schedule, found.time)
-    old = {name: value for name, value in data.items() if name != "cut"} | {"format": "zerobubble plan 2"}
-    read = loads(json.dumps({"format": "zerobubble layers plan 1", "cuts": [1], "plan": old}))
-    assert isinstance(read, Plan)
-    assert (read.cut, read.schedule, read.problem.layers_per_stage) == (None, found.schedule, found.problem.layers_per_stage)
 
 
 def test_a_cut_with_other_costs_is_refused() -> None:

@@ -21,17 +21,8 @@ _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
     "zerobubble schedule 1": Schedule.from_dict,
     "zerobubble timeline 1": Timeline.from_dict,
     "zerobubble costs 1": Costs.from_dict,
-    "zerobubble costs 2": Costs.from_dict,
-    "zerobubble costs 3": Costs.from_dict,
     "zerobubble program 1": Program.from_dict,
     "zerobubble plan 1": Plan.from_dict,
-    "zerobubble plan 2": Plan.from_dict,
-    "zerobubble plan 3": Plan.from_dict,
-    "zerobubble plan 4": Plan.from_dict,
-    "zerobubble plan 5": Plan.from_dict,
-    "zerobubble plan 6": Plan.from_dict,
-    "zerobubble plan 7": Plan.from_dict,
-    "zerobubble layers plan 1": Plan.from_dict,
     "zerobubble workload 1": Workload.from_dict,
 }
 

@@ -319,7 +319,7 @@ class Plan(Displayed):
         if self.order is None or self.timeline is None:
             raise InputError("there is no plan to write: {reason}", reason=self.reason)
         return {
-            "format": f"zerobubble plan {self._version}",
+            "format": "zerobubble plan 1",
             "status": self.status.value,
             "objective": self.problem.objective.value,
             "bound": {"time": self.bound.time, "reason": self.bound.reason},
@@ -348,28 +348,13 @@ class Plan(Displayed):
             "schedule": self.schedule.to_dict(),
         }
 
-    @property
-    def _version(self) -> int:
-        """The oldest version of the JSON form that can express the plan."""
-        if self.problem.cut is not None and self.problem.cut.links:
-            return 7
-        if self.problem.cut is not None and self.problem.cut.speeds:
-            return 6
-        if self.problem.cut is not None or self.problem.objective is Objective.PERIOD:
-            return 5
-        if self.problem.head is not None or self.problem.host is not None:
-            return 4
-        return 2 if self.problem.recomputation is None else 3
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """Reads the JSON form; status and figures are recomputed from schedule, costs and bound.
 
         Raises `ParseError` for a missing or malformed part, a schedule that cannot run, and a bound that the schedule beats.
         """
-        if isinstance(data, dict) and data.get("format") == "zerobubble layers plan 1":
-            data = data.get("plan", {})
-        with reading("plan", data, newest=7, remedy="io.save_plan and `zerobubble plan -o` write files with all keys"):
+        with reading("plan", data, remedy="io.save_plan and `zerobubble plan -o` write files with all keys"):
             schedule = Schedule.from_dict(data["schedule"])
             problem = _problem_of(schedule, data)
             bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
@@ -411,7 +396,7 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
         schedule.num_microbatches,
         Costs.from_dict(data["costs"]),
         Limits(tuple(map(whole, data["limits"]))),
-        Objective.PERIOD if data["objective"] == "span" else Objective(data["objective"]),  # its name in older files
+        Objective(data["objective"]),
         None if workload is None else Workload.from_dict(workload),
         tuple(map(whole, data.get("layers_per_stage", ()))),
         tuple(map(line, data.get("layer_names", ()))),
