@@ -181,22 +181,17 @@ def _table(costed: Costed, timeline: Timeline) -> Table:
     columns = [name for name in ("work", "lead", "gaps", "reduction", "tail", "span") if name != "reduction" or timeline.reductions]
     for title in ("rank", *columns, "idle", "peak memory"):
         table.add_column(title, justify="right")
-    for figures, microbatches in zip(timeline.ranks, _peaks(costed, timeline), strict=True):
+    for figures in timeline.ranks:
         times = (f"{ms(getattr(figures, name)):,.3f}" for name in columns)
         idle = 1 - figures.work / timeline.makespan if timeline.makespan else 0.0
-        table.add_row(str(figures.rank), *times, show_percent(idle), _memory(costed, microbatches, figures.peak_bytes or 0))
+        table.add_row(str(figures.rank), *times, show_percent(idle), costed.show_memory(figures.peak_bytes or 0, figures.rank))
     return table
-
-
-def _memory(costed: Costed, microbatches: float, peak_bytes: int) -> str:
-    """Formats the peak memory of a rank, in bytes if they are real."""
-    return show_bytes(peak_bytes) if costed.in_bytes else counted(microbatches, "microbatch")
 
 
 def _totals(costed: Costed, timeline: Timeline) -> str:
     steps = (("period", costed.period), ("makespan", timeline.makespan))
     lines = [f"{name:<18} {show_ms(time):>15}   bubble {show_percent(timeline.bubble_at(time))}" for name, time in steps]
-    peak = _memory(costed, max(_peaks(costed, timeline)), timeline.peak_bytes or 0)
+    peak = show_bytes(timeline.peak_bytes or 0) if costed.in_bytes else counted(max(_peaks(costed, timeline)), "microbatch")
     return "\n".join([*lines, f"{'peak memory':<18} {peak:>15}"])
 
 
@@ -209,9 +204,8 @@ def _window_line(costed: Costed, rank: int, own: Sequence[Window]) -> str:
     if not own:
         return "no window"
     total, longest = sum(window.duration for window in own), max(own, key=lambda window: window.duration)
-    free = show_bytes(longest.free) if costed.in_bytes else counted(longest.free / costed.microbatch_bytes[rank], "microbatch")
     parts = f"{counted(len(own), 'window')} of {show_ms(total)} in total, the longest of {show_ms(longest.duration)}"
-    return f"{parts} before step {longest.step}, with {free} free"
+    return f"{parts} before step {longest.step}, with {costed.show_memory(longest.free, rank)} free"
 
 
 def _windows_as_dicts(found: Sequence[Sequence[Window]]) -> list[dict[str, object]]:

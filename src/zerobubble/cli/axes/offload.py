@@ -19,7 +19,7 @@ from zerobubble.planning import Workload
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.simulation import metrics
 from zerobubble.timeline import Copy, Copying, Timeline
-from zerobubble.units import NS_PER_S, counted, read_bytes, read_time, show_bytes, show_ms
+from zerobubble.units import NS_PER_S, counted, read_bytes, read_time, show_ms
 
 Rates = tuple[float | Bytes, ...]
 """One or two copy rates, to the host and back: bytes per second, or ms per microbatch."""
@@ -229,15 +229,11 @@ def picture(costed: Costed, found: Offloaded, width: int) -> Text:
 
 def offload_text(costed: Costed, plan: RankOffloads, rank: int) -> str:
     """Describes the offloads of a rank, and the peak memory of device and host."""
-    device = f"up to {_size(costed, plan.peak_bytes, rank)} on the device"
+    device, moved, bound, host = (costed.show_memory(count, rank) for count in (plan.peak_bytes, plan.bytes, plan.bound, plan.host_bytes))
     if not plan.offloads:
-        return f"no offload; {device}"
-    moved = f"{counted(len(plan.offloads), 'offload')} of {_size(costed, plan.bytes, rank)}, at least {_size(costed, plan.bound, rank)}"
-    return f"{moved}; {device}, {_size(costed, plan.host_bytes, rank)} on the host"
-
-
-def _size(costed: Costed, count: int, rank: int) -> str:
-    return show_bytes(count) if costed.in_bytes else counted(count / costed.microbatch_bytes[rank], "microbatch")
+        return f"no offload; up to {device} on the device"
+    count = counted(len(plan.offloads), "offload")
+    return f"{count} of {moved}, at least {bound}; up to {device} on the device, {host} on the host"
 
 
 def _lane(timeline: Timeline, lane: Sequence[Copy], columns: int) -> Iterator[str]:

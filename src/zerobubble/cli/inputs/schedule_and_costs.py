@@ -22,7 +22,7 @@ from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import known_schedules, make
 from zerobubble.simulation import period, simulate
 from zerobubble.timeline import Timeline
-from zerobubble.units import counted, show_range
+from zerobubble.units import counted, show_bytes, show_range
 
 INPUT_HELP = "a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin"
 
@@ -88,6 +88,10 @@ class Costed:
     def microbatch_bytes(self) -> tuple[int, ...]:
         """Per rank, the bytes of one microbatch in all its stages, without the head."""
         return microbatch_bytes(self.schedule.placement, self.costs, self.head_bytes)
+
+    def show_memory(self, count: int, rank: int) -> str:
+        """Formats bytes of a rank: as bytes if they are real, else as microbatches."""
+        return show_bytes(count) if self.in_bytes else counted(count / self.microbatch_bytes[rank], "microbatch")
 
     def in_microbatches(self, peaks: Sequence[int]) -> list[float]:
         """Converts the bytes of each rank to microbatches."""
