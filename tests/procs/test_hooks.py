@@ -125,8 +125,8 @@ def written_down(group: Any) -> tuple[list[Any], list[Any], list[float]]:
         pipe.load_state_dict(pipe.state_dict())
         with raises(zb.InputError, "attached", "pipeline"):
             pipe.attach(second)
-        with raises(zb.InputError, "hook", "7.Diary"):
-            pipe.load_state_dict({"num_steps": 1, "hooks": {"7.Diary": {}}})
+        with raises(zb.InputError, "hook", "Diary.7"):
+            pipe.load_state_dict({"num_steps": 1, "hooks": {"Diary.7": {}}})
     return first.heard, second.heard, losses
 
 

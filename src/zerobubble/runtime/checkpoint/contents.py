@@ -25,7 +25,6 @@ from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.states import ParameterState, groups_of
 from zerobubble.runtime.checkpoint.tensor_parts import Mark, Marks, joined, marks_in, part, whole
 from zerobubble.runtime.stage.head_part import HeadRows
-from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.optimizers import parameters_of
 
 FORM = 1
@@ -78,11 +77,6 @@ def optimizer_tensors(named: Mapping[str, nn.Parameter], states: Mapping[nn.Para
     }
 
 
-def hook_states(hooks: Sequence[StepHook]) -> dict[str, Any]:
-    """Returns the states of the hooks that have one, by `named_hooks`."""
-    return {name: state for name, hook in named_hooks(hooks).items() if (state := hook.state_dict())}
-
-
 def refuse_what_is_not_plain(values: Mapping[str, Any]) -> None:
     """Raises `InputError` for values that are not made of numbers, text, lists and dicts."""
     for name, value in values.items():
@@ -90,15 +84,6 @@ def refuse_what_is_not_plain(values: Mapping[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise InputError("{name} is not made of numbers, text, lists and dicts: {reason}", name=name, reason=str(error)) from None
-
-
-def named_hooks(hooks: Sequence[StepHook]) -> dict[str, StepHook]:
-    """Returns hooks by their class and their index among hooks of that class, which does not depend on other hooks."""
-    found: dict[str, StepHook] = {}
-    for hook in hooks:
-        kind = type(hook).__name__
-        found[f"{kind}.{sum(name.startswith(f'{kind}.') for name in found)}"] = hook
-    return found
 
 
 def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mapping[str, Any]) -> list[str]:

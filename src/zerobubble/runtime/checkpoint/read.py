@@ -25,7 +25,7 @@ from zerobubble.runtime.checkpoint.ranks import agreed, faults_of_all
 from zerobubble.runtime.checkpoint.states import OptimizerState, SavedRandomStates, ScalerState
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
-from zerobubble.runtime.step.state_changes import Change, HookState, load_states
+from zerobubble.runtime.step.state_changes import Change, HookState, load_states, named_hooks
 from zerobubble.runtime.values.buffers import changing_weights
 
 
@@ -212,7 +212,7 @@ class CheckpointLoader:
         prefix = f"rank.{trained.rank}.random."
         random = {key.removeprefix(prefix): tensor for key, tensor in targets.items() if key.startswith(prefix)}
         changes.append(SavedRandomStates(own and own["random"], random, trained.device))
-        hooks = contents.named_hooks(trained.hooks)
+        hooks = named_hooks(trained.hooks)
         states_of_hooks = {} if own is None else {name: state for name, state in own["hooks"].items() if name in hooks}
         where = f"rank {trained.rank}: " if trained.num_ranks > 1 else ""
         faults = load_states(

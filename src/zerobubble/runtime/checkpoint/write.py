@@ -24,6 +24,7 @@ from zerobubble.runtime.checkpoint.states import plain_states, states_of, tensor
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
+from zerobubble.runtime.step.state_changes import hook_states
 from zerobubble.runtime.values.random_state import RandomStates
 
 AnyOptimizer = Optimizers | PostValidation
@@ -117,7 +118,7 @@ class CheckpointWriter:
         tensors = {**contents.model_tensors(trained.modules, names), **kept, **random}
         mine = {
             "optimizer": {name: list(states[one][1:]) for name, one in named.items() if one in states},
-            "hooks": contents.hook_states(trained.hooks),
+            "hooks": hook_states(trained.hooks),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": dict(self._extra or {}),
         }

@@ -47,7 +47,7 @@ from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimize
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.refusals import CallRefusals
 from zerobubble.runtime.step.stage_rng import TRAINS, StageRng
-from zerobubble.runtime.step.state_changes import load_states_of, states_of
+from zerobubble.runtime.step.state_changes import hook_states, load_hook_states
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.terms import each_has
 from zerobubble.runtime.values.gradients import Gradients
@@ -453,12 +453,12 @@ class StepRunner:
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of training steps, and the states of hooks."""
         self.settle()
-        return {"num_steps": self._num_steps, "draws_seed": self.rng.seed, "hooks": states_of(self.step_hooks.attached)}
+        return {"num_steps": self._num_steps, "draws_seed": self.rng.seed, "hooks": hook_states(self.step_hooks.attached)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         self.settle()
-        load_states_of(self.step_hooks.attached, state["hooks"])
+        load_hook_states(self.step_hooks.attached, state["hooks"])
         self.take_over(state["num_steps"], state.get("draws_seed"))
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from zerobubble.runtime.transport.contact import LostContactError
 
 FAILURES = (PipelineError, LostContactError, AgreedError)
 """Errors that end the pipeline on every rank, or that every rank raises alike: they do not refuse a change."""
+NOT_LOADED = "the saved state of {what} cannot be loaded: {why}"
 
 
 class Change(Protocol):
@@ -41,8 +42,8 @@ def make_all(changes: Iterable[Change], agree: Callable[[str], str], where: str 
     even after one is refused, so that collectives of hooks stay in order, and no fault hides another.
     """
     made = list(changes)
-    faults = agree(_faults(made, "make", f"{where}the saved state of {{what}} cannot be loaded: {{why}}"))
-    undo_faults = agree(_faults(made[::-1], "undo", f"{where}{{what}} could not be restored: {{why}}")) if faults else ""
+    faults = agree(_faults(made, "make", where + NOT_LOADED))
+    undo_faults = agree(_faults(made[::-1], "undo", where + "{what} could not be restored: {why}")) if faults else ""
     return "; ".join(filter(None, (faults, undo_faults)))
 
 
@@ -99,33 +100,21 @@ def load_states(
     """
     states = list(states)
     checked = [state for state in states if state.can_be_checked]
-    faults = agree(
-        "; ".join(f"{where}the saved state of {state.what} cannot be loaded: {why}" for state in checked if (why := _why_not(state)))
-    )
+    faults = agree(_faults(checked, "check", where + NOT_LOADED))
     faults = faults or make_all([*(state for state in states if not state.can_be_checked), *others], agree, where)
     for state in () if faults else checked:
         state.make()
     return faults
 
 
-def _why_not(state: HookState) -> str:
-    try:
-        state.check()
-    except FAILURES:
-        raise
-    except Exception as error:  # noqa: BLE001 - hooks of users may raise anything
-        return why_refused(error)
-    return ""
+def hook_states(hooks: Sequence[StepHook]) -> dict[str, Any]:
+    """Returns the states of the hooks that have one, by `named_hooks`."""
+    return {name: state for name, hook in named_hooks(hooks).items() if (state := hook.state_dict())}
 
 
-def states_of(hooks: Sequence[StepHook]) -> dict[str, Any]:
-    """Returns the states of all hooks that have one. A key consists of the index and the class of a hook."""
-    return {name: state for name, hook in _numbered(hooks).items() if (state := hook.state_dict())}
-
-
-def load_states_of(hooks: Sequence[StepHook], states: Mapping[str, Any]) -> None:
-    """Loads into each hook what `states_of` returned for it. Raises `InputError` for an unknown hook, or if a hook refuses its state."""
-    numbered = _numbered(hooks)
+def load_hook_states(hooks: Sequence[StepHook], states: Mapping[str, Any]) -> None:
+    """Loads into each hook what `hook_states` returned for it. Raises `InputError` for an unknown hook, or if a hook refuses its state."""
+    numbered = named_hooks(hooks)
     unknown = [name for name in states if name not in numbered]
     if unknown:
         raise InputError(
@@ -139,5 +128,10 @@ def load_states_of(hooks: Sequence[StepHook], states: Mapping[str, Any]) -> None
         raise InputError(faults)
 
 
-def _numbered(hooks: Sequence[StepHook]) -> dict[str, StepHook]:
-    return {f"{number}.{type(hook).__name__}": hook for number, hook in enumerate(hooks)}
+def named_hooks(hooks: Sequence[StepHook]) -> dict[str, StepHook]:
+    """Returns hooks by their class and their index among hooks of that class, which does not depend on other hooks."""
+    found: dict[str, StepHook] = {}
+    for hook in hooks:
+        kind = type(hook).__name__
+        found[f"{kind}.{sum(name.startswith(f'{kind}.') for name in found)}"] = hook
+    return found
