@@ -36,7 +36,10 @@ _DOING = "summing gradients over replicas"
 
 
 class EarlierGradients(StepHook):
-    """Excludes the gradients of earlier steps from the sums of a step: sets those of `modules` aside until `give_back`."""
+    """Excludes the gradients of earlier steps from the sums of a step: sets those of `modules` aside until `give_back`.
+
+    Another hook may use it for other parameters, and call `set_aside` itself.
+    """
 
     def __init__(self, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
         self._modules = modules
@@ -45,8 +48,12 @@ class EarlierGradients(StepHook):
 
     def on_step_begin(self, step: TrainingStep) -> None:
         """Sets the gradients aside."""
+        self.set_aside(trained(self._modules))
+
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Removes the gradients of `parameters`."""
         self._kept = {}
-        for parameter in trained(self._modules):
+        for parameter in parameters:
             gradient = self._gradients.get(parameter)
             if gradient is not None:
                 self._kept[parameter] = gradient

@@ -22,6 +22,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
+from zerobubble.runtime.hooks.replicas import EarlierGradients
 from zerobubble.runtime.hooks.shared_parameters import (
     ParameterInfos,
     ParameterName,
@@ -88,8 +89,7 @@ class SharedGradients(StepHook):
         # During a step: the sums that are still to be sent, and the stages that may still add to them.
         self._unsent: list[_GroupSum] = []
         self._unfinished: set[int] = set()
-        # The gradients of earlier steps, excluded from this step's sums.
-        self._earlier: dict[nn.Parameter, Tensor | None] = {}
+        self._earlier = EarlierGradients({}, gradients)
         self._stages: set[int] = set()
         self.counted_elsewhere: set[nn.Parameter] = set()
 
@@ -174,9 +174,7 @@ class SharedGradients(StepHook):
         """Sets the gradients of earlier steps aside."""
         self._refuse_other_parameters()
         self._buffers.look()
-        for parameter in dict.fromkeys(self._parameters.values()):
-            self._earlier[parameter] = self._gradients.get(parameter)
-            self._gradients.put(parameter, None)
+        self._earlier.set_aside(dict.fromkeys(self._parameters.values()))
         self._unfinished = set(self._stages)
         self._unsent = list(self._sums)
 
@@ -212,11 +210,7 @@ class SharedGradients(StepHook):
         self._buffers.refuse_changed()
         for group_sum in self._sums:
             group_sum.finish()
-        for parameter, before in self._earlier.items():
-            if before is not None:
-                more = self._gradients.get(parameter)
-                self._gradients.put(parameter, before if more is None else before.add_(more))
-        self._earlier.clear()
+        self._earlier.give_back()
 
     def on_close(self) -> None:
         """Drops all messages in flight: they would keep connections open."""
@@ -249,7 +243,8 @@ class _GroupSum:
         present = GradientFlags(tuple(gradient is not None for gradient in self._own))
         for other in self._others:
             self._sends.append(self._peers.send_control(present, other))
-            self._sending += [(_send(self._peers, gradient, other), other) for gradient in self._own if gradient is not None]
+            send = self._peers.sender(ValueKind.WEIGHT_WORK, other)
+            self._sending += [(send(as_memory(gradient)), other) for gradient in self._own if gradient is not None]
 
     def _as_added(self, gradient: Tensor | None) -> Tensor | None:
         """Returns a gradient as every rank adds it: a sparse one becomes dense if other ranks get it."""
@@ -272,7 +267,9 @@ class _GroupSum:
         self.clear()
 
     def _receive(self, like: Tensor, peer: int) -> Tensor:
-        return _receive(self._peers, like, peer, self._gradients.dtype)
+        buffer = torch.empty_like(like, dtype=self._gradients.dtype, memory_format=torch.contiguous_format, requires_grad=False)
+        self._peers.wait(self._peers.receiver(ValueKind.WEIGHT_WORK, peer)(buffer), peer, "receiving what is tied or copied")
+        return buffer
 
     def clear(self) -> None:
         """Drops all messages in flight."""
@@ -285,16 +282,6 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """Returns the sum of the gradients that exist, in order; None if none does."""
     found = [gradient for gradient in gradients if gradient is not None]
     return sum(found[1:], found[0]) if found else None
-
-
-def _send(peers: Peers, tensor: Tensor, peer: int) -> Any:
-    return peers.sender(ValueKind.WEIGHT_WORK, peer)(as_memory(tensor))
-
-
-def _receive(peers: Peers, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:
-    buffer = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
-    peers.wait(peers.receiver(ValueKind.WEIGHT_WORK, peer)(buffer), peer, "receiving what is tied or copied")
-    return buffer
 
 
 def _comparable(infos: ParameterInfos, stage: int) -> list[Any]:
