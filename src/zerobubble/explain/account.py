@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from zerobubble.costs import NS_PER_MS
@@ -173,18 +173,8 @@ class Difference(Displayed):
 
 
 def _account_to_dict(account: Account) -> dict[str, Any]:
-    return {
-        "rank": account.rank,
-        "work": account.work,
-        "plan": account.plan._asdict(),
-        "passes": account.passes._asdict(),
-        "noise": account.noise._asdict(),
-        "comm": account.comm,
-        "host": account.host,
-        "copies": account.copies,
-        "reduction": account.reduction,
-        "total": account.total,
-    }
+    columns = {column.name: getattr(account, column.name) for column in fields(account)}
+    return {name: value if isinstance(value, int) else value._asdict() for name, value in columns.items()} | {"total": account.total}
 
 
 def _drift_to_dict(drift: Drift) -> dict[str, Any]:

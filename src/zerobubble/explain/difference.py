@@ -12,7 +12,7 @@ from zerobubble.costs import Costs
 from zerobubble.explain.account import Account, Difference, Drift, ExtraTime, Passes
 from zerobubble.explain.idle import attribute
 from zerobubble.explain.replay import TimedOrder, measured, planned, waits_for_copies
-from zerobubble.ir import Kind, Schedule
+from zerobubble.ir import Schedule
 from zerobubble.timeline import Timeline
 
 
@@ -76,7 +76,7 @@ def _drifts(plan: TimedOrder, exact: TimedOrder, costs: Costs) -> tuple[tuple[Dr
     for step in plan.graph.steps():
         found[tuple((plan.graph.ops[i].kind, plan.graph.ops[i].stage) for i in step)].append(step[0])
     drifts, before, timed = [], plan.makespan, plan
-    for passes, numbers in sorted(found.items(), key=_by_stage):
+    for passes, numbers in sorted(found.items(), key=lambda item: [(stage, kind) for kind, stage in item[0]]):
         shares = [_share(plan, costs, number) for number in numbers]
         longer = [exact.takes[number] - plan.takes[number] for number in numbers]
         middle = median_low(round(time / share) for time, share in zip(longer, shares, strict=True))
@@ -98,7 +98,3 @@ def _share(plan: TimedOrder, costs: Costs, number: int) -> float:
         return 1
     step = (number, number + 1) if number in plan.graph.pairs else (number,)
     return fmean(costs.shares[plan.graph.ops[each].microbatch] for each in step)
-
-
-def _by_stage(found: tuple[Passes, list[int]]) -> list[tuple[int, Kind]]:
-    return [(stage, kind) for kind, stage in found[0]]
