@@ -336,10 +336,7 @@ class Costs(Displayed):
     def kept_bytes(self, placement: Placement) -> tuple[int, ...]:
         """Return the bytes that each rank of `placement` always keeps, counting every copy of a stage; empty if unknown."""
         stages = dict(self.further).get(KEPT, ())
-        ranks = [0] * placement.num_ranks
-        for route in placement.routes:
-            for rank, size in zip(route, stages, strict=bool(stages)):
-                ranks[rank] += size
+        ranks = placement.rank_sums(stages) if stages else ()
         return tuple(ranks) if any(ranks) else ()
 
     def message_time(self, kind: Kind, stage: int) -> int:

@@ -7,7 +7,7 @@ and the costs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
@@ -154,6 +154,10 @@ class Placement(Displayed):
         """Return the (route, stage) pairs on `rank`."""
         return self._stages[rank] if 0 <= rank < self.num_ranks else ()
 
+    def rank_sums(self, column: Sequence[int]) -> list[int]:
+        """Return, per rank, the sum of a column of stages over its stages, counting copies on different routes."""
+        return [sum(column[stage] for _, stage in stages) for stages in self._stages]
+
     @cached_property
     def _stages(self) -> list[tuple[tuple[int, int], ...]]:
         """Per rank, its (route, stage) pairs."""
@@ -277,8 +281,8 @@ def _check_name(noun: str, name: str) -> None:
 
 def content_lines(text: str, noun: str) -> list[tuple[int, str]]:
     """Return the numbered lines of a text form without comments and blank lines, after its first line `zerobubble <noun> 1`."""
-    lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.split("\n"), 1)]
-    lines = [(number, line) for number, line in lines if line]
+    numbered = enumerate(text.split("\n"), 1)
+    lines = [(number, content) for number, line in numbered if (content := line.partition("#")[0].strip())]
     if not lines or lines[0][1] != f"zerobubble {noun} 1":
         raise ParseError("line 1: a {noun} file must start with 'zerobubble {noun} 1'", noun=noun)
     return lines[1:]
@@ -423,18 +427,13 @@ class Schedule(WithHeader):
             forwards = kinds_making(ValueKind.ACTIVATION)
             rows = tuple(tuple(Op(Kind.F, stage, j) for kind, stage, j in row if kind in forwards) for row in self.rows)
         else:
-            every = [
-                [Op(Kind.F, s, j) for s, home in enumerate(route) if home == r for j in range(self.num_microbatches)]
-                for r in range(self.num_ranks)
-            ]
-            rows = tuple(map(tuple, every))
+            stages = [[stage for stage, home in enumerate(route) if home == rank] for rank in range(self.num_ranks)]
+            rows = tuple(tuple(Op(Kind.F, stage, j) for stage in own for j in range(self.num_microbatches)) for own in stages)
         return Schedule(name, self.placement, self.num_microbatches, rows)
 
     def ops(self) -> Iterator[tuple[int, int, Op]]:
         """Yield every pass as (rank, position, op)."""
-        for rank, row in enumerate(self.rows):
-            for position, op in enumerate(row):
-                yield rank, position, op
+        return ((rank, position, op) for rank, row in enumerate(self.rows) for position, op in enumerate(row))
 
     def to_text(self) -> str:
         """Return the text form: a header, then one line per rank. `Schedule.from_text` reads it."""

@@ -152,9 +152,7 @@ def bounds_with_shares(
 
 def _work_claims(placement: Placement, costs: Costs, kinds: Sequence[Kind], begins: Sequence[int]) -> list[Claim]:
     """For each rank, the earliest time at which it can begin plus the time of all its passes of these kinds, in ns."""
-    works = [0] * placement.num_ranks
-    for stage, rank in enumerate(placement.routes[0]):
-        works[rank] += sum(sum(costs.times(kind, stage)) for kind in kinds)
+    works = placement.rank_sums([sum(sum(costs.times(kind, stage)) for kind in kinds) for stage in range(placement.num_stages)])
     times = enumerate(zip(works, begins, strict=True))
     return [Claim(begin + work, partial(work_reason, rank, work, begin)) for rank, (work, begin) in times]
 
@@ -176,9 +174,7 @@ def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: S
     check_parts(placement, costs, limits)
     one = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
-    needed = [0] * placement.num_ranks
-    for stage, rank in enumerate(placement.routes[0]):
-        needed[rank] += costs.held_after_f[stage]
+    needed = placement.rank_sums(costs.held_after_f)
     return shortage_text(needed, limits.memory if limits else needed, sizes, one)
 
 

@@ -44,9 +44,9 @@ def bounds_with_divided_head(
         alone = bounds_with_recompute(placement, num_microbatches, costs, headroom, levels)
     else:
         alone = bounds_with_delay(placement, num_microbatches, costs, limits, 0 if costs.shares else _head_delay(placement, costs))
-    works = [0] * placement.num_ranks
-    for stage, rank in enumerate(placement.routes[0]):
-        works[rank] += sum(_total(costs, kind, stage, num_microbatches) for kind in (Kind.F, Kind.B, Kind.W))
+    kinds = (Kind.F, Kind.B, Kind.W)
+    stages = [sum(_total(costs, kind, stage, num_microbatches) for kind in kinds) for stage in range(placement.num_stages)]
+    works = placement.rank_sums(stages)
     for rank in range(placement.num_ranks):
         part = min(stage for _, stage in placement.stages(rank))
         works[rank] += sum(_total(costs, kind, part, num_microbatches) for kind in (Kind.S, Kind.T))

@@ -121,11 +121,8 @@ def _within(here: RankPasses, window: Window) -> int:
 
 def recompute_times(placement: Placement, groups: Sequence[MicrobatchGroup]) -> list[int]:
     """By rank, the ns of R at the quickest levels."""
-    recompute_time = [0] * placement.num_ranks
-    for group in groups:
-        for stage, rank in enumerate(placement.routes[0]):
-            recompute_time[rank] += group.num_microbatches * group.recompute_time[stage]
-    return recompute_time
+    times = [[group.num_microbatches * time for time in group.recompute_time] for group in groups]
+    return placement.rank_sums(list(map(sum, zip(*times, strict=True))))
 
 
 class Savings(NamedTuple):

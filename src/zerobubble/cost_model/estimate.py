@@ -25,7 +25,7 @@ from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model, known_model
 from zerobubble.cost_model.parts import Part, Parts, piece_of_layers
 from zerobubble.cost_model.setting import Setting
-from zerobubble.cost_model.step import StepEstimate, made_for, shared, step_estimate, sums_by_rank, update_seconds
+from zerobubble.cost_model.step import StepEstimate, made_for, shared, step_estimate, update_seconds
 from zerobubble.costs import KEPT, Costs, Limits
 from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError
@@ -100,8 +100,8 @@ class Estimate(Displayed):
         """
         microbatches = schedule.num_microbatches if num_microbatches is None else num_microbatches
         placement, kernels = schedule.placement, Kernels(self.setting.gpu, self.efficiency)
-        experts = sums_by_rank(placement, self.expert_parameters)
-        of_ranks = [Parameters(every - some, some) for every, some in zip(sums_by_rank(placement, self.parameters), experts, strict=True)]
+        experts = placement.rank_sums(self.expert_parameters)
+        of_ranks = [Parameters(every - some, some) for every, some in zip(placement.rank_sums(self.parameters), experts, strict=True)]
         update = max(update_seconds(self.setting, kernels, parameters) for parameters in of_ranks)
         held = self._fixed_bytes(placement)
         passes = makespan / NS * self.efficiency.slowest_of(self.setting.gpus)
@@ -133,7 +133,7 @@ class Estimate(Displayed):
 
     def _fixed_bytes(self, placement: Placement) -> list[int]:
         """Returns the bytes on a GPU of each rank that do not change during a step."""
-        return [RUNTIME_BYTES + state for state in sums_by_rank(placement, self.state_bytes)]
+        return [RUNTIME_BYTES + state for state in placement.rank_sums(self.state_bytes)]
 
     @property
     def state_bytes(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from zerobubble.costs import Costs
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.graph import Graph, play
-from zerobubble.ir import Placement, Schedule
+from zerobubble.ir import Schedule
 from zerobubble.schedules import make
 from zerobubble.simulation import metrics_of, pass_times, peak_memory
 from zerobubble.units import show_bytes, show_percent
@@ -134,15 +134,6 @@ def made_for(setting: Setting, schedule: str | Schedule, num_microbatches: int |
             remedy=f"estimate with pp={schedule.num_ranks}, v={schedule.num_stages // schedule.num_ranks}",
         )
     return schedule
-
-
-def sums_by_rank(placement: Placement, values: Sequence[int]) -> list[int]:
-    """Returns the sum of a column over the stages of each rank, including copies on other routes."""
-    sums = [0] * placement.num_ranks
-    for route in placement.routes:
-        for rank, value in zip(route, values, strict=True):
-            sums[rank] += value
-    return sums
 
 
 LONG, SHORT = 6, 4
