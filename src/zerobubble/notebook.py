@@ -10,7 +10,6 @@ from html import escape
 
 from zerobubble.costs import Costs
 from zerobubble.display import draws
-from zerobubble.errors import Fault
 from zerobubble.ir import Schedule
 from zerobubble.planning import Plan
 from zerobubble.planning.problem.problem import microbatch_bytes
@@ -48,7 +47,8 @@ def schedule_view(schedule: Schedule) -> str | None:
         return None
     faults = schedule_faults(schedule)
     if faults:
-        return f"<p>{escape(repr(schedule))} cannot run:</p><ul>{''.join(map(_item, faults[:20]))}</ul>"
+        items = "".join(f"<li>{escape(fault.message)}</li>" for fault in faults[:20])
+        return f"<p>{escape(repr(schedule))} cannot run:</p><ul>{items}</ul>"
     costs = Costs.uniform(schedule.num_stages).completed_for(schedule)
     return _view(simulate(schedule, costs), costs, microbatch_bytes(schedule.placement, costs))
 
@@ -59,10 +59,6 @@ def schedule_picture(schedule: Schedule) -> str | None:
     if sum(map(len, schedule.rows)) > MOST_SPANS or schedule_faults(schedule):
         return None
     return timeline_picture(simulate(schedule, Costs.uniform(schedule.num_stages).completed_for(schedule)))
-
-
-def _item(fault: Fault) -> str:
-    return f"<li>{escape(fault.message)}</li>"
 
 
 @draws(Plan, "html")

@@ -72,11 +72,7 @@ class Layout(Displayed):
 
     def moved(self, rows: Iterable[Iterable[Start]]) -> Layout:
         """Return this layout with other rows, each in any order."""
-        return replace(self, rows=tuple(tuple(sorted(row, key=_slot)) for row in rows))
-
-
-def _slot(start: Start) -> int:
-    return start.slot
+        return replace(self, rows=tuple(tuple(sorted(row, key=lambda start: start.slot)) for row in rows))
 
 
 @takes(block=Block, num_microbatches=WHOLE)

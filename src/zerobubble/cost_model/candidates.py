@@ -110,9 +110,9 @@ def candidates(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> 
         except InputError:  # incompatible shapes
             continue
         parts = Parts.from_setting(setting, kernels)
-        for pp in _divisors(gpus // (tp * cp), base.model.layers):
-            replicas = gpus // (tp * cp * pp)
-            if batch % (replicas * microbatch) == 0 and tp * cp * replicas % ep == 0:
+        for pp in range(1, base.model.layers + 1):
+            replicas, rest = divmod(gpus, tp * cp * pp)
+            if not rest and batch % (replicas * microbatch) == 0 and tp * cp * replicas % ep == 0:
                 yield from _of_ranks(replace(setting, pp=pp, dp=replicas), kernels, parts, batch // (replicas * microbatch))
 
 
@@ -180,7 +180,3 @@ def _parameters(setting: Setting, share: RankShare) -> Parameters:
 def _powers(most: int) -> list[int]:
     """Returns the powers of two up to `most`."""
     return [1 << power for power in range(most.bit_length())]
-
-
-def _divisors(count: int, most: int) -> list[int]:
-    return [each for each in range(1, min(count, most) + 1) if count % each == 0]

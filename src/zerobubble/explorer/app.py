@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter
@@ -64,15 +65,16 @@ def make_app(names: tuple[str, ...]) -> Starlette:
     made = Kept(make_block, _block_bytes)
     of_answers = {name: form.media_type for name, form in FORMS.items()}
     of_blocks = {name: form.media_type for name, form in BLOCK_FORMS.items()}
+    post = partial(Route, methods=["POST"])
     routes = [
         Route("/", _page),
-        Route("/api/timeline", _answered(desk, lambda question: _shown(answered(question)), read_question), methods=["POST"]),
-        Route("/api/offers", _answered(desk, lambda question: _offered(answered(question)), read_question), methods=["POST"]),
-        Route("/api/saved/{form}", _saved(desk, answered, read_question, write_form, of_answers), methods=["POST"]),
-        Route("/api/workshop", _answered(desk, lambda question: _block_shown(made(question)), read_block_question), methods=["POST"]),
-        Route("/api/workshop/saved/{form}", _saved(desk, made, read_block_question, write_block_form, of_blocks), methods=["POST"]),
-        Route("/api/search", _searched(desk, searches), methods=["POST"]),
-        Route("/api/search/{number:int}/stop", _stopped(searches), methods=["POST"]),
+        post("/api/timeline", _answered(desk, lambda question: _shown(answered(question)), read_question)),
+        post("/api/offers", _answered(desk, lambda question: _fresh({"offers": list(offers(answered(question)))}), read_question)),
+        post("/api/saved/{form}", _saved(desk, answered, read_question, write_form, of_answers)),
+        post("/api/workshop", _answered(desk, lambda question: _fresh(made_to_dict(made(question))), read_block_question)),
+        post("/api/workshop/saved/{form}", _saved(desk, made, read_block_question, write_block_form, of_blocks)),
+        post("/api/search", _searched(desk, searches)),
+        post("/api/search/{number:int}/stop", _stopped(searches)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard, names=names), Middleware(GZipMiddleware, minimum_size=10_000)])
 
@@ -96,15 +98,11 @@ async def _page(request: Request) -> Response:
 
 def _shown(made: Answer) -> Response:
     lines = {"command": command(made), "python": python_lines(made), "needs": needed_forms(made), "files": file_names(made)}
-    return JSONResponse({**answer_to_dict(made), **lines}, headers={"Cache-Control": "no-store"})
+    return _fresh({**answer_to_dict(made), **lines})
 
 
-def _offered(made: Answer) -> Response:
-    return JSONResponse({"offers": list(offers(made))}, headers={"Cache-Control": "no-store"})
-
-
-def _block_shown(made: Made) -> Response:
-    return JSONResponse(made_to_dict(made), headers={"Cache-Control": "no-store"})
+def _fresh(content: dict[str, Any]) -> Response:
+    return JSONResponse(content, headers={"Cache-Control": "no-store"})
 
 
 def _answered(desk: Desk, respond: Callable[[Asked], Response], read: Callable[[Any], Asked]) -> Endpoint:

@@ -9,7 +9,6 @@ from typing import Any
 from zerobubble.run_folder import drifts
 from zerobubble.watch.rank_log import medians, stage_of
 from zerobubble.watch.run import Run
-from zerobubble.watch.series import Series
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def figures(run: Run) -> dict[str, Any]:
         "details_step": run.details_step if run.details is not None else None,
         "left_out": sum(log.left_out for log in logs),
         "unreadable_lines": sum(log.unreadable for log in logs),
-        "series": {name: _points(series) for name, series in run.series.items()},
+        "series": {name: list(map(list, series.points().items())) for name, series in run.series.items()},
     }
 
 
@@ -70,11 +69,6 @@ def memory(run: Run) -> list[dict[str, Any]]:
     return [
         {"rank": rank, "measured": measured.get(rank), "forecast": forecast[rank] if forecast else None} for rank in range(run.num_ranks)
     ]
-
-
-def _points(series: Series) -> list[list[float]]:
-    """Return [step, mean] pairs."""
-    return [[step, value] for step, value in series.points().items()]
 
 
 def _finite(value: float | None) -> float | None:
