@@ -44,6 +44,13 @@ def with_memory_for_recompute(problem: Problem) -> Problem:
     return replace(reduced, limits=Limits(tuple(max(1, limit - size) for limit, size in zip(problem.limits.memory, more, strict=True))))
 
 
+def with_row(schedule: Schedule, rank: int, row: Iterable[Op]) -> Schedule:
+    """Returns the schedule with another row of a rank."""
+    rows = [*schedule.rows]
+    rows[rank] = tuple(row)
+    return replace(schedule, rows=tuple(rows))
+
+
 def fits_memory(schedule: Schedule, problem: Problem) -> bool:
     """Returns whether no rank exceeds its limit."""
     return not memory_faults(schedule, problem.costs, problem.limits)

@@ -6,13 +6,14 @@ stay where they are. Each order of the stages of a rank is simulated, and the on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, permutations
 
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.problem import Problem
+from zerobubble.planning.transforms import with_row
 from zerobubble.simulation import memory_faults, simulate
 from zerobubble.timeline import Timeline
 
@@ -48,9 +49,9 @@ def _weights_ordered(schedule: Schedule, problem: Problem) -> Schedule:
     """The schedule with, on each rank, the order of its stages with which it ends first."""
     found, costs = schedule, replace(problem.costs, buckets=tuple(min(MOST_BUCKETS, count) for count in problem.costs.buckets))
     for rank in range(schedule.num_ranks):
-        rows = (_with_row(schedule, rank, row) for row in _orders(schedule.rows[rank]))
+        rows = (with_row(schedule, rank, row) for row in _orders(schedule.rows[rank]))
         best = min([schedule, *rows], key=lambda each: _end_of(simulate(each, costs), rank))
-        found = _with_row(found, rank, best.rows[rank])
+        found = with_row(found, rank, best.rows[rank])
     return found
 
 
@@ -58,12 +59,6 @@ def _end_of(timeline: Timeline, rank: int) -> int:
     """When the last pass and the last sum of a rank end, after the first pass of all."""
     figures = timeline.ranks[rank]
     return figures.lead + figures.span
-
-
-def _with_row(schedule: Schedule, rank: int, row: Iterable[Op]) -> Schedule:
-    rows = [*schedule.rows]
-    rows[rank] = tuple(row)
-    return replace(schedule, rows=tuple(rows))
 
 
 def _orders(row: Sequence[Op]) -> Iterator[list[Op]]:

@@ -30,7 +30,7 @@ from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.shards.few_gathers import FewGathers
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 from zerobubble.planning.table import NOTE_WIDTH
-from zerobubble.planning.transforms import fits_memory, split
+from zerobubble.planning.transforms import fits_memory, split, with_row
 from zerobubble.rules import recomputed
 from zerobubble.units import show_percent
 
@@ -208,9 +208,7 @@ class _Order(NamedTuple):
         if here == there:
             return None
         row.insert(there, row.pop(here))
-        rows = list(self.plan.schedule.rows)
-        rows[rank] = tuple(row)
-        schedule, plan = replace(self.plan.schedule, rows=tuple(rows), overlaps=frozenset()), self.plan
+        schedule, plan = with_row(replace(self.plan.schedule, overlaps=frozenset()), rank, row), self.plan
         with suppress(ScheduleError, InputError):
             offloads = _offloads_of(plan.offloads, schedule, rank, plan)
             other = _Order.from_plan(Plan.from_schedule(plan.problem, plan.bound, schedule, plan.seconds, plan.how, offloads), None)

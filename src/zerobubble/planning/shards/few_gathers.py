@@ -25,7 +25,7 @@ from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.seeds import fit_to_memory, ranked_seeds
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers, min_gathers, min_time_with_gathers, sharding
 from zerobubble.planning.table import NOTE_WIDTH
-from zerobubble.planning.transforms import with_recompute_passes
+from zerobubble.planning.transforms import with_recompute_passes, with_row
 from zerobubble.units import ms, show_bytes, show_ms, show_percent
 
 Price = Callable[[PlanWithGathers], tuple[int, ...]]
@@ -236,9 +236,7 @@ def _moved(schedule: Schedule, rng: Random) -> Schedule | None:
     if not feasible:
         return None
     rank = rng.choice(feasible)
-    rows = [*schedule.rows]
-    rows[rank] = _row_moved(schedule.rows[rank], rng)
-    return replace(schedule, rows=tuple(rows))
+    return with_row(schedule, rank, _row_moved(schedule.rows[rank], rng))
 
 
 def _row_moved(row: Sequence[Op], rng: Random) -> tuple[Op, ...]:
