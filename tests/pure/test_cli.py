@@ -19,8 +19,7 @@ from tests.pure.test_export_pictures import PASSES
 from tests.refusals import states
 from tests.thinned import every
 from zerobubble.cli import main
-from zerobubble.export.document import load_schedule
-from zerobubble.export.json_form import dumps
+from zerobubble.export.document import dumps, load_schedule
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.schedules import SCHEDULES, make
 

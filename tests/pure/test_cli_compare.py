@@ -19,7 +19,7 @@ from tests.pure.test_cli import PAPER, refused, run
 from tests.pure.test_export_pictures import PASSES
 from tests.refusals import states
 from zerobubble import Costs, Placement, lower, make, plan
-from zerobubble.export.json_form import dumps
+from zerobubble.export.document import dumps
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.program import Send

@@ -8,8 +8,7 @@ from tests.pure.shapes import shape
 from tests.refusals import Stated, raises
 from zerobubble.costs import Costs
 from zerobubble.errors import ParseError, ZeroBubbleError
-from zerobubble.export.document import load_schedule
-from zerobubble.export.json_form import dumps, loads
+from zerobubble.export.document import dumps, load_schedule, loads
 from zerobubble.export.torch_comms import to_torch_comms_csv
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.lowering import lower

@@ -21,7 +21,7 @@ from tests.refusals import Stated, raises, states
 from zerobubble import Costs, InputError, Kind, Limits, Placement, Schedule, diff, make, simulate
 from zerobubble.bounds import lower_bounds, shortage
 from zerobubble.explain import attribute
-from zerobubble.export.json_form import dumps, loads
+from zerobubble.export.document import dumps, loads
 from zerobubble.fit import fit_costs
 from zerobubble.formulas import setting
 from zerobubble.lowering import plan_gathers

@@ -23,7 +23,7 @@ from zerobubble.cli.inputs.options import (
 )
 from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedule, with_costs
 from zerobubble.errors import InputError
-from zerobubble.export.json_form import dumps
+from zerobubble.export.document import dumps
 from zerobubble.export.megatron import balanced_layers, to_megatron_layout
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.svg import timeline_svg

@@ -15,7 +15,7 @@ from zerobubble.cli.outputs.drawing import draw_in_bands, legend
 from zerobubble.cli.outputs.evaluation import describe_shape
 from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.explain import Difference
-from zerobubble.export.json_form import dumps
+from zerobubble.export.document import dumps
 from zerobubble.export.svg import timeline_svg
 from zerobubble.ir import Schedule
 from zerobubble.simulation import simulate

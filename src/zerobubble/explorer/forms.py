@@ -13,7 +13,7 @@ from zerobubble.errors import InputError
 from zerobubble.explorer.answer import Answer
 from zerobubble.explorer.estimating import estimate_python
 from zerobubble.explorer.question import FieldError, Question, read_options
-from zerobubble.export.json_form import dumps
+from zerobubble.export.document import dumps
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.svg import timeline_svg
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv

@@ -13,7 +13,7 @@ from zerobubble.blocks.conflicts import collision_sentence, early_sentence, find
 from zerobubble.errors import ScheduleError
 from zerobubble.explorer.question import FieldError, errors_at, read_fields
 from zerobubble.export.blocks import block_svg, layout_figures, terms
-from zerobubble.export.json_form import dumps
+from zerobubble.export.document import dumps
 from zerobubble.export.palette import ink, shade
 from zerobubble.kinds import traits_of
 from zerobubble.view.block_page import block_html, block_views

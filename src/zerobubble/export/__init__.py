@@ -1,7 +1,6 @@
 """Export of schedules and timelines to pictures and to the file formats of other tools. One format per module."""
 
-from zerobubble.export.document import load_document, load_schedule
-from zerobubble.export.json_form import dumps, loads
+from zerobubble.export.document import dumps, load_document, load_schedule, loads
 from zerobubble.export.megatron import balanced_layers, from_megatron_layout, to_megatron_layout
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.svg import timeline_svg

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, parsed_json
-from zerobubble.export.document import describe_document, load_document
-from zerobubble.export.json_form import Document
+from zerobubble.export.document import Document, describe_document, load_document
 from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Plan
 from zerobubble.schedules import known_schedules

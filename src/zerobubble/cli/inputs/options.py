@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from zerobubble.cli.inputs.files import COSTS, read_document
 from zerobubble.costs import LARGEST_SHARE, MOST_BUCKETS
 from zerobubble.errors import InputError, json_or_text
-from zerobubble.export.json_form import Document
+from zerobubble.export.document import Document
 from zerobubble.planning.problem.workload import MOST_MICROBATCHES
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
 from zerobubble.whole_files import require_writable
