@@ -87,7 +87,7 @@ class Peers:
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """Returns this rank's end of a channel that carries whole messages; see `Endpoint.message_lane`."""
-        return self._transport.message_lane(in_transport_ranks(channel, self.members), messages, at_once)
+        return self._transport.for_tensors.message_lane(in_transport_ranks(channel, self.members), messages, at_once)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
         """Connects channels before their first use; every peer calls it with the same ones."""
@@ -95,7 +95,7 @@ class Peers:
 
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
         """Returns the bytes that the endpoint will hold in steps with this traffic; see `Endpoint.bytes_for`."""
-        return self._transport.bytes_for({in_transport_ranks(channel, self.members): sent for channel, sent in traffic.items()})
+        return self._transport.for_tensors.bytes_for({in_transport_ranks(channel, self.members): sent for channel, sent in traffic.items()})
 
     def replicate(self, tensor: Tensor, source: int, doing: str, among: Iterable[int] | None = None) -> None:
         """Copies `tensor` from the peer `source` to all peers, or to those in `among`. All of them call it."""
@@ -111,7 +111,7 @@ class Peers:
 
     def sums(self, number: int = 0) -> Sums:
         """Returns an object that sums tensors over all peers while they compute. Each peer must start the same sums in the same order."""
-        return self._transport.sums(self.members, number)
+        return self._transport.for_tensors.sums(self.members, number)
 
     def send_control(self, payload: ControlPayload, peer: int) -> Sending:
         """Starts sending a control message to `peer`."""

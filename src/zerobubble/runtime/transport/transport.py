@@ -7,7 +7,7 @@ opening, and an error while opening always means a failure.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
@@ -18,10 +18,9 @@ from zerobubble.errors import InputError
 from zerobubble.program import Channel
 from zerobubble.runtime.transport.contact import STARTING, LostContactError, Waiting, exchanging, is_own, reason_of
 from zerobubble.runtime.transport.control import Topic
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Sums, Traffic
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line
 from zerobubble.runtime.transport.gather import gather, gather_objects
 from zerobubble.runtime.transport.work import Work
-from zerobubble.runtime.values.shapes import Shapes
 
 
 class Carrier(NamedTuple):
@@ -45,7 +44,8 @@ Choose = Callable[[torch.device, Sequence[Channel]], tuple[Endpoint, str]]
 class Transport:
     """The lines of one rank to all others of the endpoint's group. A pipeline uses them through its `Peers`.
 
-    Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` returns another endpoint for their device; `carrier` says which.
+    Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` returns another endpoint for their device: they go over
+    `for_tensors`, which `carrier` describes.
     `standing` holds receives that stay posted from one step to the next. They must be kept there, because closing drops them before the
     connections. After an abort (`is_aborted`), received tensors on the device may hold data that no rank sent.
     """
@@ -58,7 +58,7 @@ class Transport:
         self.is_aborted = False
         self.standing: dict[Line, Any] = {}
         self._for_control = endpoint
-        self._for_tensors = endpoint
+        self.for_tensors = endpoint
         self._choose_for_tensors = choose_for_tensors
         self._why = "passed by the user"
         # At exit, finalizers run in the reverse order of their creation: this one before those of the endpoints.
@@ -67,12 +67,12 @@ class Transport:
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities of the endpoint that carries tensors."""
-        return self._for_tensors.capabilities
+        return self.for_tensors.capabilities
 
     @property
     def carrier(self) -> Carrier:
         """The transport that carries tensors, and why it was chosen."""
-        return Carrier(self._for_tensors.name, self._why, self._for_tensors.held_bytes())
+        return Carrier(self.for_tensors.name, self._why, self.for_tensors.held_bytes())
 
     def connect(self) -> None:
         """Connects to the other ranks. Afterwards control messages work on all of them."""
@@ -88,21 +88,21 @@ class Transport:
         self.device = device
         if self._choose_for_tensors is not None:
             with exchanging():
-                self._for_tensors, self._why = self._choose_for_tensors(device, channels)
+                self.for_tensors, self._why = self._choose_for_tensors(device, channels)
         if device.type not in self.capabilities.device_types:
             carried = ", ".join(sorted(self.capabilities.device_types))
             raise InputError(
                 "transport {for_tensors!r} carries tensors on {carried}, and the stages are on {device}; {remedy}",
-                for_tensors=self._for_tensors.name,
+                for_tensors=self.for_tensors.name,
                 carried=carried,
                 device=str(device),
                 remedy="move them, or choose another transport",
             )
         try:
             with exchanging():
-                self._for_tensors.open(device, channels)
+                self.for_tensors.open(device, channels)
         except BaseException:
-            self._for_tensors.close()  # the pipeline may have closed before this endpoint was chosen, and will not close it
+            self.for_tensors.close()  # the pipeline may have closed before this endpoint was chosen, and will not close it
             raise
         self._barrier()
         self.open_channels(channels)
@@ -110,7 +110,7 @@ class Transport:
     def open_channels(self, channels: Iterable[Channel]) -> None:
         """Connects channels before their first use; every rank calls it with the same ones."""
         with exchanging():
-            self._for_tensors.open_channels(channels)
+            self.for_tensors.open_channels(channels)
 
     def _barrier(self) -> None:
         gather(self._for_control, torch.zeros(1, device="cpu"))
@@ -127,19 +127,7 @@ class Transport:
         return _raising_lost_contact(self._carries(line).receiver(line), line.source)
 
     def _carries(self, line: Line) -> Endpoint:
-        return self._for_control if isinstance(line.carries, Topic) else self._for_tensors
-
-    def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
-        """Returns this rank's end of a channel that carries whole messages; see `Endpoint.message_lane`."""
-        return self._for_tensors.message_lane(channel, messages, at_once)
-
-    def sums(self, members: Sequence[int], number: int = 0) -> Sums:
-        """Returns sums over these ranks; see `Endpoint.sums`."""
-        return self._for_tensors.sums(members, number)
-
-    def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
-        """Returns the bytes that the endpoint will hold in steps with this traffic; see `Endpoint.bytes_for`."""
-        return self._for_tensors.bytes_for(traffic)
+        return self._for_control if isinstance(line.carries, Topic) else self.for_tensors
 
     def gather_objects(self, value: Any, members: Sequence[int] | None = None) -> list[Any]:
         """Returns the `value` of each of these ranks, by default of all, in order. Call it in a `collective`.
@@ -155,25 +143,25 @@ class Transport:
     def disconnect(self, rank: int) -> None:
         """Ends the lines to `rank`, whose process has ended. May be called from any thread."""
         self.abort()  # first: kernels that wait for this rank would keep the host from noticing the lines
-        self._for_tensors.disconnect(rank)
+        self.for_tensors.disconnect(rank)
         self._for_control.disconnect(rank)
 
     def abort(self) -> None:
         """Ends the work of the device after a failure; see `Endpoint.abort`. May be called from any thread."""
-        if self._for_tensors.abort():
+        if self.for_tensors.abort():
             self.is_aborted = True
 
     def detach(self) -> None:
         """Closes this process's descriptors after a fork; see `Endpoint.detach`."""
         self._end.detach()
-        self._for_tensors.detach()
+        self.for_tensors.detach()
         self._for_control.detach()
 
     def close(self) -> None:
         """Drops every connection; a peer that still waits on one gets an error at once."""
         with ExitStack() as rest:  # an endpoint may be the user's, and raise
             rest.callback(self._for_control.close)
-            rest.callback(self._for_tensors.close)
+            rest.callback(self.for_tensors.close)
             self._end()  # standing receives first: they hold references that keep a backend open
 
 
