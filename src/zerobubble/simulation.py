@@ -23,7 +23,7 @@ from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import KINDS, ByKind, Kind, ValueKind, kinds_making
-from zerobubble.reductions import planned_sums, play_sums
+from zerobubble.reductions import RankSums, planned_sums, play_sums
 from zerobubble.rules import recomputed
 from zerobubble.timeline import Cause, Span, Timeline, Why
 from zerobubble.verify import checked
@@ -76,14 +76,18 @@ def metrics(schedule: Schedule, costs: Costs) -> Metrics:
 
 def metrics_of(graph: Graph, played: Played, costs: Costs) -> Metrics:
     """Return how long `played` passes and the sums over replicas of `costs` take."""
-    begin, end, _ = played
-    sums = play_sums(planned_sums(graph, costs), end)
-    rows = [
-        (begin[first], max([end[stop - 1], *(one.end for one in summed)]))
-        for (first, stop), summed in zip(pairwise(graph.first), sums, strict=True)
+    ends = busy_times(graph, played, planned_sums(graph, costs)).values()
+    return Metrics(max(last - first for first, last in ends), max(last for _, last in ends))
+
+
+def busy_times(graph: Graph, played: Played, planned: RankSums) -> dict[int, tuple[int, int]]:
+    """Return when each rank with passes begins the first, and ends the last one and the last of its sums over replicas, in ns."""
+    rows = enumerate(zip(pairwise(graph.first), play_sums(planned, played.end), strict=True))
+    return {
+        rank: (played.begin[first], max([played.end[stop - 1], *(one.end for one in sums)]))
+        for rank, ((first, stop), sums) in rows
         if first < stop
-    ]
-    return Metrics(max(last - first for first, last in rows), max(last for _, last in rows))
+    }
 
 
 @takes(schedule=Schedule, costs=Costs, meets_at=each(optional(WHOLE)))
@@ -154,7 +158,6 @@ class _Steps:
         rows = list(pairwise(graph.first))
         self.ranks = [rank for rank, (first, stop) in enumerate(rows) if first < stop]
         self._firsts = [rows[rank][0] for rank in self.ranks]
-        self._lasts = [rows[rank][1] - 1 for rank in self.ranks]
         self._meets = {rows[rank][0] + place for rank, place in enumerate(meets_at) if place is not None}
 
     @property
@@ -173,9 +176,7 @@ class _Steps:
 
     def ends(self, free: Sequence[int]) -> list[int]:
         """Return when each of `ranks` finishes a step, in ns, if it may begin the step at the time in `free`."""
-        played = self._play(free)
-        sums = play_sums(planned_sums(self._graph, self._costs), played.end)
-        return [max([played.end[end], *(one.end for one in sums[rank])]) for rank, end in zip(self.ranks, self._lasts, strict=True)]
+        return [last for _, last in busy_times(self._graph, self._play(free), planned_sums(self._graph, self._costs)).values()]
 
 
 def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, Played]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from zerobubble.arguments import WHOLE, each, either, optional, require_amount, takes
@@ -24,9 +24,9 @@ from zerobubble.graph import play
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import traits_of
 from zerobubble.lane import Lane, LaneWork, steps_of_ranks
-from zerobubble.reductions import planned_sums, play_sums
+from zerobubble.reductions import planned_sums
 from zerobubble.rules import recomputed
-from zerobubble.simulation import Metrics, pass_times
+from zerobubble.simulation import Metrics, busy_times, pass_times
 from zerobubble.units import counted, show_bytes
 from zerobubble.verify import checked
 
@@ -225,15 +225,11 @@ def play_gathers(
         rank = graph.rank[number]
         return max(lanes[rank].ready(number, end), others[rank].ready(number, end))
 
-    begin, end, _ = play(graph, order, *pass_times(graph, costs), earliest=earliest)
-    spans, makespan = [], 0
-    for plan, (first, stop), sums in zip(plans, pairwise(graph.first), play_sums(planned_sums(graph, costs), end), strict=True):
-        if first < stop:
-            over = max([*end[first:stop], *(one.end for one in sums)])
-            makespan = max(makespan, over)
-            spans.append(over - begin[first] + sum(takes[gather.stage] for gather in plan.gathers if gather.needed == 0))
+    busy = busy_times(graph, play(graph, order, *pass_times(graph, costs), earliest=earliest), planned_sums(graph, costs))
+    before = [sum(takes[gather.stage] for gather in plan.gathers if gather.needed == 0) for plan in plans]
+    span = max((last - first + before[rank] for rank, (first, last) in busy.items()), default=0)
     played = tuple(
         tuple((gather, *times) for gather, times in zip(plan.gathers, lane.played, strict=True))
         for plan, lane in zip(plans, lanes, strict=True)
     )
-    return GatherTimes(Metrics(max(spans, default=0), makespan), played)
+    return GatherTimes(Metrics(span, max((last for _, last in busy.values()), default=0)), played)

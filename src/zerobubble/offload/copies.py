@@ -24,7 +24,7 @@ from zerobubble.kinds import traits_of
 from zerobubble.lane import Lane, LaneWork, steps_of_ranks
 from zerobubble.offload.offloads import HostLink, Offload, RankOffloads, SavedParts, offloadable_bytes, require_offloads, saved_parts
 from zerobubble.reductions import planned_sums, play_sums
-from zerobubble.simulation import held_bytes, pass_times, whys
+from zerobubble.simulation import busy_times, held_bytes, pass_times, whys
 from zerobubble.timeline import Cause, Copy, Copying, Span, Timeline, Why
 from zerobubble.units import NS_PER_S
 from zerobubble.verify import checked
@@ -106,15 +106,11 @@ class OffloadPlayer:
 
         The sum lets a search prefer a change that helps some ranks but not yet the slowest.
         """
-        begin, end, _ = self._played(offloads)[0]
-        sums = play_sums(self._sums, end)
-        rows = [(f, s) for f, s in pairwise(self._graph.first)]
-        ends = [max([*end[f:s], *(one.end for one in row)]) for (f, s), row in zip(rows, sums, strict=True) if f < s]
+        busy = busy_times(self._graph, self._played(offloads)[0], self._sums).values()
+        begins, ends = [first for first, _ in busy], [last for _, last in busy]
         if self._by_span:
-            return max(
-                (end - begin[f] for end, (f, s) in zip(ends, (row for row in rows if row[0] < row[1]), strict=True)), default=0
-            ), sum(ends)
-        return max(ends, default=0) - min((begin[f] for f, s in rows if f < s), default=0), sum(ends)
+            return max((last - first for first, last in busy), default=0), sum(ends)
+        return max(ends, default=0) - min(begins, default=0), sum(ends)
 
     def timeline(self, offloads: Sequence[Sequence[Offload]]) -> Timeline:
         """Return the timeline with these offloads."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from zerobubble.costs import Costs
 from zerobubble.gathers import RankGathers
@@ -13,8 +12,8 @@ from zerobubble.lane import Lane, LaneWork, steps_of_ranks
 from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.offload.copies import copy_works
 from zerobubble.planning.problem.problem import Objective
-from zerobubble.reductions import planned_sums, play_sums
-from zerobubble.simulation import metrics_of, pass_times
+from zerobubble.reductions import planned_sums
+from zerobubble.simulation import busy_times, metrics_of, pass_times
 from zerobubble.verify import checked
 
 
@@ -51,13 +50,11 @@ class PlanPlayer:
         played = play(graph, self._order, takes, delays, earliest=earliest if lanes else None)
         if not self._gathers:
             return objective.measure(metrics_of(graph, played, costs))
-        spans, ends = [0], [0]
-        sums = play_sums(planned_sums(graph, costs), played.end)
-        for works, (first, stop), row in zip(self._gathers, pairwise(graph.first), sums, strict=True):
-            if first < stop:
-                ends.append(max([*played.end[first:stop], *(one.end for one in row)]))
-                spans.append(ends[-1] - played.begin[first] + sum(work.duration for work in works if work.needed == 0))
-        return max(spans if objective is Objective.PERIOD else ends)
+        busy = busy_times(graph, played, planned_sums(graph, costs))
+        if objective is not Objective.PERIOD:
+            return max((last for _, last in busy.values()), default=0)
+        before = [sum(work.duration for work in works if work.needed == 0) for works in self._gathers]
+        return max((last - first + before[rank] for rank, (first, last) in busy.items()), default=0)
 
     def _works(self, costs: Costs, slower_link: float) -> list[Sequence[Sequence[LaneWork]]]:
         """The work on lanes next to the passes: the copies of each rank, and its gathers."""
