@@ -17,17 +17,17 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from zerobubble.errors import ParseError, ZeroBubbleError, parsed_json
 from zerobubble.explorer.answer import Answer, answer, answer_to_dict
 from zerobubble.explorer.forms import FORMS, command, file_names, needed_forms, python_lines, write_form
-from zerobubble.explorer.guard import Guard
+from zerobubble.explorer.guard import Guard, page_response
 from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, Kept
 from zerobubble.explorer.offers import offers
-from zerobubble.explorer.page import content_policy, explorer_html
+from zerobubble.explorer.page import explorer_html
 from zerobubble.explorer.places import BusyError, Places
 from zerobubble.explorer.question import MOST_TEXT, FieldError, Question, faults_to_list, read_question
 from zerobubble.explorer.searching import Searches, read_search
@@ -92,8 +92,7 @@ def _block_bytes(given: Made) -> int:
 
 
 async def _page(request: Request) -> Response:
-    html = explorer_html()
-    return HTMLResponse(html, headers={"Content-Security-Policy": content_policy(html), "Cache-Control": "no-store"})
+    return page_response(explorer_html())
 
 
 def _shown(made: Answer) -> Response:

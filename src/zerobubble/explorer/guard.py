@@ -1,15 +1,21 @@
-"""Checks every request: refuses unknown names of the server and pages of other origins, and detects clients that disconnect."""
+"""Checks every request: refuses unknown names of the server and pages of other origins, and detects clients that disconnect.
+
+Pages are sent with a policy that lets them run their own script only.
+"""
 
 from __future__ import annotations
 
+import re
 import socket
+from base64 import b64encode
 from contextlib import suppress
+from hashlib import sha256
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -70,3 +76,12 @@ def _is_address(name: str) -> bool:
 
 def _refusal(status: int, sentence: str) -> JSONResponse:
     return JSONResponse({"error": sentence, "field": ""}, status_code=status)
+
+
+def page_response(html: str) -> HTMLResponse:
+    """The answer with a page, which a browser then lets run its own script and ask its own server, and nothing else."""
+    source = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)[0]
+    digest = b64encode(sha256(source.encode()).digest()).decode()
+    sources = f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
+    policy = f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return HTMLResponse(html, headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})

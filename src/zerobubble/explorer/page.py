@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from base64 import b64encode
 from dataclasses import fields
 from functools import cache
-from hashlib import sha256
 from typing import Any
 
 from zerobubble.blocks import KNOWN
@@ -39,14 +36,6 @@ def explorer_html() -> str:
     )
     style = asset("page.css") + asset("explore.css", PACKAGES)
     return shell("zerobubble explore", body, style, script("explore.js", PACKAGES), settings=_settings())
-
-
-def content_policy(html: str) -> str:
-    """The policy under which a browser runs the page's own script and asks the page's own server, and nothing else."""
-    source = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)[0]
-    digest = b64encode(sha256(source.encode()).digest()).decode()
-    sources = f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
-    return f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 def _settings() -> dict[str, Any]:

@@ -12,13 +12,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from zerobubble.errors import ZeroBubbleError
 from zerobubble.explorer.app import refusal
-from zerobubble.explorer.guard import Guard
-from zerobubble.explorer.page import content_policy
+from zerobubble.explorer.guard import Guard, page_response
 from zerobubble.watch.figures import figures
 from zerobubble.watch.page import page_parts, timeline_parts, watch_html
 from zerobubble.watch.run import Run
@@ -69,8 +68,7 @@ def make_watch_app(runs: Sequence[Run], names: tuple[str, ...]) -> Starlette:
     watch = Watch(runs)
 
     async def page(request: Request) -> Response:
-        html = watch_html()
-        return HTMLResponse(html, headers={"Content-Security-Policy": content_policy(html), "Cache-Control": "no-store"})
+        return page_response(watch_html())
 
     async def parts(request: Request) -> Response:
         return await _answer(watch.parts, request.query_params.get("drawn", ""))
