@@ -9,7 +9,6 @@ from textwrap import wrap
 
 from zerobubble.arguments import BYTES, NUMBER, WHOLE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
-from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.held import (
     RUNTIME_BYTES,
@@ -24,7 +23,7 @@ from zerobubble.cost_model.held import (
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model, known_model
 from zerobubble.cost_model.parts import Part, Parts, piece_of_layers
-from zerobubble.cost_model.setting import Setting
+from zerobubble.cost_model.setting import Setting, SettingError
 from zerobubble.cost_model.step import StepEstimate, made_for, shared, step_estimate, update_seconds
 from zerobubble.costs import KEPT, Costs, Limits
 from zerobubble.display import COLUMNS, Displayed

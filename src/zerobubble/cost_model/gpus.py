@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from zerobubble.arguments import takes
-from zerobubble.cost_model.checks import require_amounts
+from zerobubble.arguments import require_positive, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.units import show_bytes
@@ -58,7 +57,7 @@ class GPU(Displayed):
         amounts |= {f"{precision} flops": value for precision, value in self.flops}
         amounts |= {f"sustained {precision} flops": value for precision, value in self.sustained}
         amounts |= dict(zip(("attention flops in F", "attention flops in B"), self.attention or (), strict=False))
-        require_amounts(f"GPU {self.name!r}", amounts)
+        require_positive(f"GPU {self.name!r}", amounts)
 
     def _summary(self) -> str:
         computed = ", ".join(f"{flops / 1e12:,.0f} TFLOP/s in {precision}" for precision, flops in self.flops)

@@ -7,8 +7,7 @@ from math import ceil, comb
 from statistics import NormalDist
 from typing import NamedTuple
 
-from zerobubble.arguments import takes
-from zerobubble.cost_model.checks import require_amounts
+from zerobubble.arguments import require_positive, takes
 from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Experts
 
@@ -50,9 +49,9 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         shares = ("products", "memory", "links")
-        require_amounts("an Efficiency", {name: getattr(self, name) for name in shares})
+        require_positive("an Efficiency", {name: getattr(self, name) for name in shares})
         others = ("wave", "contention", "latency", "spread")
-        require_amounts("an Efficiency", {name: getattr(self, name) for name in others}, or_zero=True)
+        require_positive("an Efficiency", {name: getattr(self, name) for name in others}, or_zero=True)
 
     def memory_of(self, gpu: GPU) -> float:
         """Returns the fraction of the memory bandwidth of `gpu` that memory-bound operations reach."""

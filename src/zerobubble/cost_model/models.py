@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerobubble.arguments import takes
-from zerobubble.cost_model.checks import require_amounts
+from zerobubble.arguments import require_positive, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 
@@ -80,7 +79,7 @@ class Model(Displayed):
             whole |= {f"latent {name}": width for name, width in self.latent._asdict().items()}
         if self.experts is not None:
             whole |= {f"experts' {name}": getattr(self.experts, name) for name in ("routed", "chosen", "inner")}
-        require_amounts(f"model {self.name!r}", whole)
+        require_positive(f"model {self.name!r}", whole)
         faults = list(self._faults())
         if faults:
             raise InputError("{faults}", faults="; ".join(faults))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Model
+from zerobubble.errors import InputError
 
 RECOMPUTE = ("none", "selective", "latent", "full")
 """What is recomputed before a backward pass: nothing; large, cheap tensors; these and the heads of latent attention; or whole layers.
@@ -25,6 +25,14 @@ ERROR_BARS = {"dense bf16": 0.10, "dense fp8": 0.14, "long context": 0.15, "expe
 """Relative error that step times of each kind of run should not exceed: none of the published runs does (benchmarks/cost_model)."""
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this per GPU of a tensor-parallel group, as in Megatron-LM."""
+
+
+class SettingError(InputError):
+    """Incompatible arguments of an estimate; `faults` has the argument and a sentence for each reason."""
+
+    def __init__(self, *faults: tuple[str, str]) -> None:
+        super().__init__("; ".join(sentence for _, sentence in faults))
+        self.faults = faults
 
 
 class Linear(NamedTuple):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from zerobubble.cost_model import Estimate, transformer
-from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import gpu_named
 from zerobubble.cost_model.models import known_model
+from zerobubble.cost_model.setting import SettingError
 from zerobubble.explorer.question import FieldError, Question, errors_at, read_layers
 from zerobubble.ir import Schedule
 from zerobubble.units import show_bytes, show_percent
