@@ -53,9 +53,7 @@ class FewGathers(Saving):
 
     def for_order(self, priced: PlanWithGathers) -> FewGathers:
         """Returns the choice for the order of a plan replayed with other costs, with this order as the only candidate."""
-        problem = priced.plan.problem
-        least = min_time_with_gathers(problem, priced.plan.bound.time)
-        return FewGathers(sharding(problem), priced, priced, priced, least, min_gathers(problem))
+        return _choice(priced, priced, priced)
 
     def _summary(self) -> str:
         return f"{self.chosen.plan.how} on {self.chosen.plan.problem.placement.name}: {self.chosen.num_gathers} gathers"
@@ -112,6 +110,11 @@ def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, p
     clock = _Tries(clock.left + tries // 2 if not budget.is_empty else 0, started + budget.seconds if budget.evaluations is None else None)
     fewest = min((one for one in (*found, quickest) if one.time <= most), key=_by_bytes)
     chosen = _improved(fewest, _by_bytes, most, clock, rng)
+    return _choice(plain, quickest, chosen)
+
+
+def _choice(plain: PlanWithGathers, quickest: PlanWithGathers, chosen: PlanWithGathers) -> FewGathers:
+    """The choice, with the bounds on the placement of the chosen plan."""
     problem = chosen.plan.problem
     least = min_time_with_gathers(problem, chosen.plan.bound.time)
     return FewGathers(sharding(problem), plain, quickest, chosen, least, min_gathers(problem))
