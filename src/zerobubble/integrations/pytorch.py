@@ -40,17 +40,13 @@ def pipelining_schedule(
     """
     if not stages:
         raise wrong("stages", "an empty list", "the stages of this rank")
-    rank = dist.get_rank(stages[0].group)
-    own = [stage for _, stage in schedule.placement.stages(rank)]
-    faults = [
-        f"stages has {stage.num_stages} stages, and {schedule.name} {schedule.num_stages}"
-        for stage in stages[:1]
-        if stage.num_stages != schedule.num_stages
-    ]
-    if sorted(stage.stage_index for stage in stages) != sorted(own):
-        faults.append(
-            f"rank {rank} gives stages {sorted(stage.stage_index for stage in stages)}, and {schedule.name} places {sorted(own)} there"
-        )
+    rank, num_stages = dist.get_rank(stages[0].group), stages[0].num_stages
+    own, given = sorted(stage for _, stage in schedule.placement.stages(rank)), sorted(stage.stage_index for stage in stages)
+    faults = []
+    if num_stages != schedule.num_stages:
+        faults.append(f"stages has {num_stages} stages, and {schedule.name} {schedule.num_stages}")
+    if given != own:
+        faults.append(f"rank {rank} gives stages {given}, and {schedule.name} places {own} there")
     if faults:
         raise InputError("{faults}", faults="; ".join(faults))
     make: Any = schedules._PipelineScheduleRuntime

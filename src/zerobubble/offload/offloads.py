@@ -245,13 +245,8 @@ def _fault(rank: int, one: Offload, message: str) -> Fault:
     return Fault("offload", message, rank, one.made)
 
 
-def link_to_dict(link: HostLink) -> dict[str, Any]:
-    """Return the JSON form of a link: bytes per second each way, and the latency in ns."""
-    return {"to_host": link.to_host, "from_host": link.from_host, "latency": link.latency}
-
-
 def link_from_dict(data: dict[str, Any]) -> HostLink:
-    """Read the JSON form; raises `ParseError` for missing parts, and `InputError` for values outside their range."""
+    """Read the fields of a link; raises `ParseError` for missing parts, and `InputError` for values outside their range."""
     with reading("link to the host", data):
         return HostLink(data["to_host"], data["from_host"], whole(data["latency"]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -17,7 +17,7 @@ from zerobubble.display import WIDEST, Displayed, clipped
 from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
 from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import RankOffloads, offload_faults, play_offloads
-from zerobubble.offload.offloads import link_from_dict, link_to_dict, offloads_from_list, offloads_to_list
+from zerobubble.offload.offloads import link_from_dict, offloads_from_list, offloads_to_list
 from zerobubble.partition import LayerCut, layers_from_dict, layers_to_dict
 from zerobubble.planning.problem.axes import not_run
 from zerobubble.planning.problem.head import Head
@@ -343,7 +343,7 @@ class Plan(Displayed):
             "sharded": self.problem.sharded and self.problem.sharded.to_dict(),
             "recomputation": self.problem.recomputation and self.problem.recomputation.to_dict(),
             "head": self.problem.head and self.problem.head.to_dict(),
-            "host": self.problem.host and link_to_dict(self.problem.host),
+            "host": self.problem.host and asdict(self.problem.host),
             "offloads": offloads_to_list(self.offloads),
             "schedule": self.schedule.to_dict(),
         }

@@ -196,7 +196,7 @@ def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], bud
         here = [_listed(name, with_levels(problem, offered, *levels), budget) for levels in level_choices(problem.placement, offered)]
         here = _with_one_bound(here, budget, known.get(name))
         fitting = [attempt for attempt in here if attempt.plan.status is not Status.INFEASIBLE and attempt.plan.problem.recomputes_any]
-        listed += fitting if fitting else here[:1]
+        listed += fitting or here[:1]
     ranked = sorted(listed, key=rank_key)
     firsts = [attempt for attempt in ranked if sum(other.name == attempt.name for other in ranked[: ranked.index(attempt)]) < OF_ONE]
     kept = firsts[:SHORT_LIST]
