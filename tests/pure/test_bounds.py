@@ -25,7 +25,7 @@ from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, Workload, make, simulate
 from zerobubble.bounds import lower_bounds, microbatch_starts, shortage
 from zerobubble.bounds.chain import chain_needs, earliest_starts, passes_by_rank
-from zerobubble.bounds.memory import _at_most, memory_energy, unused_memory
+from zerobubble.bounds.memory import memory_energy, unused_memory, wait_at_most
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
 from zerobubble.bounds.rank_load import MicrobatchState, RankLoad
 from zerobubble.bounds.slack import knapsack
@@ -499,10 +499,10 @@ def test_memory_that_the_first_and_last_passes_leave_unused_lengthens_a_span() -
 
 
 def test_the_cheap_bound_on_a_wait_is_not_below_the_wait() -> None:
-    assert _at_most((3, 10, 0), 1, 1) >= 10
-    assert _at_most((3, 0, 10), 1, 1) >= 10
+    assert wait_at_most((3, 10, 0), 1, 1) >= 10
+    assert wait_at_most((3, 0, 10), 1, 1) >= 10
 
 
 def test_the_price_of_bytes_is_paid_for_those_that_are_held() -> None:
     """At 1 ns per 2 bytes, 2 ns of work that hold 4 bytes gain nothing, so 9 bytes bound the work by 4 ns."""
-    assert LOAD._dual_bound(1, 2, [MicrobatchState(held=4, stages=1, work=2, first_pending=1)], 9, ()) == 4
+    assert LOAD.dual_bound(1, 2, [MicrobatchState(held=4, stages=1, work=2, first_pending=1)], 9, ()) == 4

@@ -32,10 +32,10 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
     if not each:
         return 0
     others, slowest = min(load.limit // each - 1, last), starts[-1] - starts[visit] + load.backwards[-1]
-    if _at_most((others, slowest, slowest), pace, last) <= enough:
+    if wait_at_most((others, slowest, slowest), pace, last) <= enough:
         return 0
     waits = _waits(load, starts, visit, others)
-    if min(_at_most(wait, pace, last) for wait in waits) <= enough:
+    if min(wait_at_most(wait, pace, last) for wait in waits) <= enough:
         return 0
     first = [0] * load.microbatches
     for n in range(1, load.microbatches):
@@ -44,7 +44,7 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
     return first[last]
 
 
-def _at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
+def wait_at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
     """An upper bound on the ns from the first of `last` F to the last, if each waits like `wait`.
 
     It is cheap: if it is not above the threshold, the wait itself need not be computed.

@@ -135,7 +135,7 @@ class RankLoad:
         prices = [(0, 1), *((state.work, state.held) for state in states)]
         for stage, (saved, pending) in enumerate(zip(self.saved, self.pending, strict=True)):
             prices += [(self.weight[stage], pending), (self.backward[stage], saved - pending)]
-        by_price = min(self._dual_bound(*price, states, headroom, own_weights) for price in prices if price[1])
+        by_price = min(self.dual_bound(*price, states, headroom, own_weights) for price in prices if price[1])
         return (
             by_price
             if headroom >= (self.microbatches - 1) * self.held[-1]
@@ -165,7 +165,7 @@ class RankLoad:
             sums = undominated([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], headroom)
         return sums
 
-    def _dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], headroom: int, own_weights: Sequence[int]) -> int:
+    def dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], headroom: int, own_weights: Sequence[int]) -> int:
         """Computes an upper bound on `_most` by LP duality: the price of all bytes at `work` ns per `held` bytes, plus all profits."""
         gains = [max(0, self.weight[s] * held - self.pending[s] * work) for s in range(self.num_stages)]
         best = max(state.work * held - state.held * work + sum(gains[state.first_pending :]) for state in states)
