@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from zerobubble.arguments import wrong
 from zerobubble.blocks import Block, Layout, Steps, lifespans, memory_law
 from zerobubble.costs import NS_PER_MS
 from zerobubble.export.heading import Entry, heading, swatch
 from zerobubble.export.palette import ink, shade
-from zerobubble.export.svg import HATCH, NARROWEST, STYLE, describe, digits_of, fitting
+from zerobubble.export.svg import HATCH, beginning, describe, digits_of, fitting, require_width
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Span
 
@@ -80,8 +79,7 @@ def block_svg(block: Block, steps: Steps, width: int = 1100) -> str:
     Consecutive copies have four shades in turn, and each pass shows its microbatch. A bar in a pass marks a later stage of its rank. The
     number at the right of a rank is its peak in stage activations. Raises `InputError` for a width below 640.
     """
-    if width < NARROWEST:
-        raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
+    require_width(width)
     scale = _Scale(width, max(layout.timeline.end for layout in steps) // NS_PER_MS)
     return "\n".join(_document(scale, block, panels(block, steps))) + "\n"
 
@@ -92,12 +90,7 @@ def _document(scale: _Scale, block: Block, drawn: Sequence[Panel]) -> Iterator[s
     shaded = drawn[1].layout.num_microbatches > block.num_microbatches
     head = heading(title, _legend(kinds, shaded=shaded, later=block.placement.stages_per_rank > 1), scale.width)
     bottom = head.height + sum(scale.height(panel) for panel in drawn)
-    size = f'viewBox="0 0 {scale.width} {bottom + AXIS}" width="{scale.width}" height="{bottom + AXIS}"'
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    yield f"<title>{escape(title)}: block, repeated, squeezed, reordered</title>"
-    yield f"<style>{STYLE}{''.join(_rules(kinds))}</style><defs>{HATCH}</defs>"
-    yield f'<rect class="paper" width="{scale.width}" height="{bottom + AXIS}"/>'
-    yield from head.elements
+    yield from beginning(f"{title}: block, repeated, squeezed, reordered", scale.width, bottom + AXIS, "".join(_rules(kinds)), head, HATCH)
     top = head.height
     for number, panel in enumerate(drawn, 1):
         yield from _panel(scale, block, panel, number, top)

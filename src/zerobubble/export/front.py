@@ -9,10 +9,9 @@ from math import asinh, hypot
 from typing import NamedTuple
 from zlib import crc32
 
-from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
 from zerobubble.export.heading import Entry, Heading, heading
-from zerobubble.export.svg import NARROWEST, STYLE
+from zerobubble.export.svg import beginning, require_width
 from zerobubble.planning.answer import Choice, Status
 from zerobubble.planning.pareto import Front, Point
 from zerobubble.planning.problem.problem import Objective
@@ -78,8 +77,7 @@ def front_svg(front: Front, title: str, width: int = 860) -> str:
 
     Raises `InputError` for a width below 640, and if no point of the front has a schedule.
     """
-    if width < NARROWEST:
-        raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
+    require_width(width)
     points = points_with_schedules(front)
     colors = placement_colors(points)
     head = heading(title, _legend(colors), width)
@@ -106,13 +104,7 @@ def _scale(points: Sequence[Point], width: int, head: int) -> _Scale:
 
 
 def _document(scale: _Scale, head: Heading, points: Sequence[Point], colors: Mapping[str, str], title: str) -> Iterator[str]:
-    height = scale.head + PLOT + BOTTOM
-    size = f'viewBox="0 0 {scale.width} {height}" width="{scale.width}" height="{height}"'
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    yield f"<title>{escape(title)}</title>"
-    yield f"<style>{STYLE}{LINES}</style>"
-    yield f'<rect class="paper" width="{scale.width}" height="{height}"/>'
-    yield from head.elements
+    yield from beginning(title, scale.width, scale.head + PLOT + BOTTOM, LINES, head)
     yield from _axes(scale, points)
     yield f'<path class="bound" d="{_line([(scale.x(p.memory), scale.y(p.plan.lower_bound)) for p in points])}"/>'
     yield f'<path class="front" d="{_line([(scale.x(p.memory), scale.y(p.plan.bubble or 0.0)) for p in points])}"/>'

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
-from zerobubble.export.heading import Entry, heading, swatch
+from zerobubble.export.heading import Entry, Heading, heading, swatch
 from zerobubble.export.palette import COPY_COLORS, LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, shades_drawn, stage_order
 from zerobubble.kinds import traits_of
 from zerobubble.timeline import Cause, Copy, Copying, Reduction, Span, Timeline, Why, lanes
@@ -39,8 +39,8 @@ WINDOW_STYLE = """.window{fill:#fff;fill-opacity:.75;stroke:#1b1f24;stroke-width
 """
 
 HATCH = (
-    '<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="6" height="6" class="idle"/><path d="M0 0V6" class="hatch"/></pattern>'
+    '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" class="idle"/><path d="M0 0V6" class="hatch"/></pattern></defs>'
 )
 
 
@@ -143,8 +143,7 @@ def timeline_svg(
     """
     if not timelines:
         raise InputError("a picture needs at least one timeline, got none")
-    if width < NARROWEST:
-        raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
+    require_width(width)
     if memory and not any(timeline.peak_bytes for timeline in timelines):
         raise InputError("no timeline has memory", remedy="simulate them, or leave memory out")
     if windows and (len(timelines) > 1 or len(windows) != timelines[0].num_ranks):
@@ -159,6 +158,21 @@ def timeline_svg(
     return "\n".join(_document(scale, timelines, title, windows, captions or [caption(timeline) for timeline in timelines])) + "\n"
 
 
+def require_width(width: int) -> None:
+    """Raise `InputError` for a picture that is too narrow."""
+    if width < NARROWEST:
+        raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
+
+
+def beginning(title: str, width: int, height: int, style: str, head: Heading, definitions: str = "") -> Iterator[str]:
+    """Yield the beginning of a picture: its size, title and style, its paper, and its heading."""
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+    yield f"<title>{escape(title)}</title>"
+    yield f"<style>{STYLE}{style}</style>{definitions}"
+    yield f'<rect class="paper" width="{width}" height="{height}"/>'
+    yield from head.elements
+
+
 def _document(
     scale: _Scale, timelines: Sequence[Timeline], title: str, windows: Sequence[Sequence[Window]], captions: Sequence[str]
 ) -> Iterator[str]:
@@ -166,13 +180,9 @@ def _document(
     top = head.height
     bottom = top + sum(scale.panel_height(timeline) for timeline in timelines)
     height = bottom + AXIS
-    label = escape(title or "; ".join(f"{timeline.name}, {timeline.source}" for timeline in timelines))
-    size = f'viewBox="0 0 {scale.width} {height}" width="{scale.width}" height="{height}"'
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    yield f"<title>{label}</title>"
-    yield f"<style>{STYLE}{WINDOW_STYLE if windows else ''}{''.join(_shade_rules(scale, timelines))}</style><defs>{HATCH}</defs>"
-    yield f'<rect class="paper" width="{scale.width}" height="{height}"/>'
-    yield from head.elements
+    label = title or "; ".join(f"{timeline.name}, {timeline.source}" for timeline in timelines)
+    style = f"{WINDOW_STYLE if windows else ''}{''.join(_shade_rules(scale, timelines))}"
+    yield from beginning(label, scale.width, height, style, head, HATCH)
     for timeline, figures in zip(timelines, captions, strict=True):
         yield from _grid(scale, top + CAPTION - 4, top + scale.panel_height(timeline) - 8)
         yield from _panel(scale, timeline, figures, top)
