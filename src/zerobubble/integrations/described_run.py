@@ -8,7 +8,14 @@ from zerobubble.cost_model import Model
 from zerobubble.cost_model.estimate import layers_of
 from zerobubble.cost_model.gpus import known_gpu
 from zerobubble.cost_model.setting import Setting
+from zerobubble.errors import InputError
 from zerobubble.partition import Layer
+
+
+def not_described(what: str, reason: str) -> InputError:
+    """Returns the error for a run whose costs the cost model cannot estimate."""
+    remedy = "profile a run and plan with --costs"
+    return InputError("the cost model does not describe {got}: {reason}", got=what, reason=reason, remedy=remedy)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import nn
 
 from zerobubble.cost_model import Experts, Latent, Model
 from zerobubble.errors import InputError
-from zerobubble.integrations.described_run import Run
+from zerobubble.integrations.described_run import Run, not_described
 from zerobubble.integrations.transformers import default_microbatches
 
 MODELS = ("model_name_or_path", "config_name")
@@ -107,12 +107,7 @@ def _described(path: str, sequence: int, fused_attention: bool) -> tuple[Model, 
     nearest = min(shapes, key=lambda shape: abs(shape.parameters - count))
     if names is None or slides or abs(nearest.parameters - count) > TOLERANCE * count:
         reason = f"it attends to a window of {window} tokens" if slides else "its layers are not those of a plain decoder"
-        raise InputError(
-            "the cost model does not describe {got}: {reason}",
-            got=f"{config.model_type} of {count / 1e9:.3g} billion parameters",
-            reason=reason,
-            remedy="profile a run and plan with --costs",
-        )
+        raise not_described(f"{config.model_type} of {count / 1e9:.3g} billion parameters", reason)
     return nearest, names, positions
 
 

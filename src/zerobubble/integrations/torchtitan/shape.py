@@ -8,8 +8,7 @@ from typing import Any
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from zerobubble.cost_model import Experts, Latent, Model
-from zerobubble.errors import InputError
-from zerobubble.integrations.described_run import Run
+from zerobubble.integrations.described_run import Run, not_described
 
 
 def run_of(model: Any, name: str, training: Any, parallelism: Any, ac_config: Any, *, dp: int) -> Run:
@@ -34,12 +33,7 @@ def model_of(config: Any, name: str, sequence: int) -> Model:
     """Returns the shape of a decoder of torchtitan. Raises `InputError` that names everything that the cost model does not describe."""
     faults = list(_faults(config))
     if faults:
-        raise InputError(
-            "the cost model does not describe {got}: {reason}",
-            got=name,
-            reason="; ".join(faults),
-            remedy="profile a run and plan with --costs",
-        )
+        raise not_described(name, "; ".join(faults))
     attention = config.first_attention
     moes = [layer.moe for layer in config.layers if layer.moe is not None]
     dense = [layer.feed_forward.w1.out_features for layer in config.layers if layer.moe is None]
