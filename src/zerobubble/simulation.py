@@ -74,10 +74,10 @@ def metrics(schedule: Schedule, costs: Costs) -> Metrics:
     return metrics_of(graph, played, costs)
 
 
-def metrics_of(graph: Graph, played: Played, costs: Costs) -> Metrics:
-    """Return how long `played` passes and the sums over replicas of `costs` take."""
-    ends = busy_times(graph, played, planned_sums(graph, costs)).values()
-    return Metrics(max(last - first for first, last in ends), max(last for _, last in ends))
+def metrics_of(graph: Graph, played: Played, costs: Costs, before: Sequence[int] = ()) -> Metrics:
+    """Return how long `played` passes and the sums over replicas of `costs` take, with the ns of each rank `before` its first pass."""
+    busy, before = busy_times(graph, played, planned_sums(graph, costs)), before or [0] * len(graph.first)
+    return Metrics(max(last - first + before[rank] for rank, (first, last) in busy.items()), max(last for _, last in busy.values()))
 
 
 def busy_times(graph: Graph, played: Played, planned: RankSums) -> dict[int, tuple[int, int]]:

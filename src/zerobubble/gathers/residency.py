@@ -24,9 +24,8 @@ from zerobubble.graph import play
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import traits_of
 from zerobubble.lane import Lane, LaneWork, steps_of_ranks
-from zerobubble.reductions import planned_sums
 from zerobubble.rules import recomputed
-from zerobubble.simulation import Metrics, busy_times, pass_times
+from zerobubble.simulation import Metrics, metrics_of, pass_times
 from zerobubble.units import counted, show_bytes
 from zerobubble.verify import checked
 
@@ -225,11 +224,10 @@ def play_gathers(
         rank = graph.rank[number]
         return max(lanes[rank].ready(number, end), others[rank].ready(number, end))
 
-    busy = busy_times(graph, play(graph, order, *pass_times(graph, costs), earliest=earliest), planned_sums(graph, costs))
+    ended = play(graph, order, *pass_times(graph, costs), earliest=earliest)
     before = [sum(takes[gather.stage] for gather in plan.gathers if gather.needed == 0) for plan in plans]
-    span = max((last - first + before[rank] for rank, (first, last) in busy.items()), default=0)
     played = tuple(
         tuple((gather, *times) for gather, times in zip(plan.gathers, lane.played, strict=True))
         for plan, lane in zip(plans, lanes, strict=True)
     )
-    return GatherTimes(Metrics(span, max((last for _, last in busy.values()), default=0)), played)
+    return GatherTimes(metrics_of(graph, ended, costs, before), played)

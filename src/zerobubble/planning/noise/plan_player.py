@@ -12,8 +12,7 @@ from zerobubble.lane import Lane, LaneWork, steps_of_ranks
 from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.offload.copies import copy_works
 from zerobubble.planning.problem.problem import Objective
-from zerobubble.reductions import planned_sums
-from zerobubble.simulation import busy_times, metrics_of, pass_times
+from zerobubble.simulation import metrics_of, pass_times
 from zerobubble.verify import checked
 
 
@@ -48,13 +47,8 @@ class PlanPlayer:
             return max((lane[graph.rank[number]].ready(number, end) for lane in lanes), default=0)
 
         played = play(graph, self._order, takes, delays, earliest=earliest if lanes else None)
-        if not self._gathers:
-            return objective.measure(metrics_of(graph, played, costs))
-        busy = busy_times(graph, played, planned_sums(graph, costs))
-        if objective is not Objective.PERIOD:
-            return max((last for _, last in busy.values()), default=0)
         before = [sum(work.duration for work in works if work.needed == 0) for works in self._gathers]
-        return max((last - first + before[rank] for rank, (first, last) in busy.items()), default=0)
+        return objective.measure(metrics_of(graph, played, costs, before))
 
     def _works(self, costs: Costs, slower_link: float) -> list[Sequence[Sequence[LaneWork]]]:
         """The work on lanes next to the passes: the copies of each rank, and its gathers."""
