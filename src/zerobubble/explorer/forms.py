@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from shlex import quote
 
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
@@ -110,11 +110,11 @@ def command(made: Answer) -> str:
     question, other = made.question, made.other
     found = search_of(made)
     words = ["zerobubble", "show", *_source_words(made)]
-    if other is not None and _has_one_command(made, other):
+    if other is not None and (made.costs == other.costs or not _needs_costs_file(made)):
         words = ["zerobubble", "compare", *_source_words(made)]
         words.insert(3, question.versus)
     if _needs_costs_file(made):
-        words += ["--costs", _quoted(_costs_file(made))]
+        words += ["--costs", quote(_costs_file(made))]
     elif made.plan is None:
         words += _times(question).options()
     return "\n".join([*([found.command()] if found else []), " ".join(words)])
@@ -127,20 +127,16 @@ def needed_forms(made: Answer) -> list[str]:
     return plan + ([FORMS["costs"].label] if _needs_costs_file(made) else [])
 
 
-def _has_one_command(made: Answer, other: Answer) -> bool:
-    return made.costs == other.costs or not _needs_costs_file(made)
-
-
 def _source_words(made: Answer) -> Iterator[str]:
     question = made.question
     if question.file:
-        yield _quoted(_source_file(made))
+        yield quote(_source_file(made))
         return
     yield from (question.schedule, "--ranks", str(question.ranks), "--microbatches", str(question.microbatches))
     if question.stages is not None:
         yield from ("--stages-per-rank", str(question.stages))
     for name, value in read_options(question.options).items():
-        yield from ("--set", _quoted(f"{name}={value}"))
+        yield from ("--set", quote(f"{name}={value}"))
 
 
 def _source_file(made: Answer) -> str:
@@ -222,11 +218,6 @@ def _times(question: Question) -> Times:
     return Times(question.times, question.comm, question.held)
 
 
-def _quoted(word: str) -> str:
-    """The word as a shell takes it."""
-    return shlex.quote(word)
-
-
 @dataclass(frozen=True)
 class Times:
     """Times of a rank and microbatch in ms, and the share of memory kept from B to W, to be written as options or arguments."""
@@ -275,7 +266,7 @@ class Found:
         words = ["zerobubble", "pareto" if limits else "plan", "--ranks", str(problem.placement.num_ranks)]
         words += ["--microbatches", str(problem.num_microbatches), *self.times.options()]
         if limits:
-            words += ["--memory", shlex.quote(limits)]
+            words += ["--memory", quote(limits)]
         elif self.memory is not None:
             words += ["--memory", f"{self.memory:.6g}"]
         words += ["--objective", str(problem.objective)] if self._minimizes_makespan else []
