@@ -20,21 +20,20 @@ from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.split.layers.weight_tail import Complete, WeightTail
 from zerobubble.runtime.split.layers.weight_work import StepContext, WeightWork
 from zerobubble.runtime.split.report import InB, SplitReport, in_b
-from zerobubble.runtime.split.splitter import arguments_of, run_backward
+from zerobubble.runtime.split.splitter import Splitter, arguments_of, run_backward
 from zerobubble.runtime.split.weight_flops import WeightFlops, flops_of, is_compiled
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Cotangents, Tensors
 
 
-class DeferredSplitter:
+class DeferredSplitter(Splitter):
     """Defers the weight gradients of the supported layers of `module` to W, which adds them to `gradients`."""
 
     splits = True
     completes_by_parameter = True
 
     def __init__(self, module: nn.Module, index: int, gradients: Gradients) -> None:
-        self._module = module
-        self._index = index
+        super().__init__(module, index)
         self._gradients = gradients
         self._copies = AutocastCopies()
         self._frees_weights = bool(fsdp2_parts(module))

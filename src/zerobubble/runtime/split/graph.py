@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,14 @@ from zerobubble.runtime.split.compiled.compiler import Compiler, require_compile
 from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.layers.weight_work import refuse_changed
 from zerobubble.runtime.split.report import InB, SplitReport
-from zerobubble.runtime.split.splitter import run_backward
+from zerobubble.runtime.split.splitter import Splitter, run_backward
 from zerobubble.runtime.split.tracing.traces import Traces
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Cotangents, Tensors
 from zerobubble.runtime.values.skips import refusing
 
 
-class GraphSplitter:
+class GraphSplitter(Splitter):
     """Runs the passes of stage `index` with its traced graph; with `compiled`, inductor compiles each part.
 
     The module is traced at the first forward for inputs of new shapes, strides or dtypes, for a new Python state, under another autocast,
@@ -36,11 +35,9 @@ class GraphSplitter:
     """
 
     splits = True
-    completes_by_parameter = False
 
     def __init__(self, module: nn.Module, index: int, gradients: Gradients, *, compiled: bool = False, cuda_graphs: bool = False) -> None:
-        self._module = module
-        self._index = index
+        super().__init__(module, index)
         self._gradients = gradients
         self._way = "compiled" if compiled else "graph"
         self._parameters = tuple(module.parameters())
@@ -61,9 +58,6 @@ class GraphSplitter:
         self._parameters = parameters
         self._meter = meter
         self.traces.begin()
-
-    def stepping(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def forward(self, microbatch: int, inputs: Tensors) -> Callable[[], Any]:
         self._enter_slot(microbatch)
@@ -90,9 +84,6 @@ class GraphSplitter:
         if self._slots is not None:
             self._slots.leave(microbatch)
 
-    def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
-        """Does nothing: a graph computes the gradients of all parameters together."""
-
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
         chosen = [pending for number, pending in self._pending.items() if microbatch in (None, number)]
         return [tensor for pending in chosen for tensor in pending.kept]
@@ -102,9 +93,6 @@ class GraphSplitter:
         self._pending_of_b = None
         if self._slots is not None:
             self._slots.clear()
-
-    def count(self) -> None:
-        """Does nothing: the graph determines the FLOPs of W."""
 
     def report(self) -> SplitReport:
         """Returns the split of the last trace. The share is None before the first forward, and if no product gives a weight gradient."""

@@ -1,48 +1,57 @@
-"""The interface between a stage and the splitter of its backward pass, and the call of autograd that all splitters share."""
+"""The splitter of a stage, which leaves its backward pass whole unless a subclass splits it, and the call of autograd that all share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.split.report import InB, SplitReport
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors
 
 
-class Splitter(Protocol):
-    """Splits the backward pass of one stage into B, the gradients of its inputs, and W, those of its weights.
+class Splitter:
+    """Runs the passes of one stage, and leaves its backward pass whole for this `reason`: B computes all gradients.
 
-    A stage has one splitter, and calls it for each microbatch in the order F, B, W, interleaved with other microbatches. F runs under the
-    caller's autocast, B and W outside of it.
+    Subclasses split it into B, the gradients of the inputs, and W, those of the weights. A stage has one splitter, and calls it for each
+    microbatch in the order F, B, W, interleaved with other microbatches. F runs under the caller's autocast, B and W outside of it.
+
+    Attributes:
+        splits: Whether W has any work. If it does, a pass BW runs B and then W.
+        completes_by_parameter: Whether the last W's of a step can run parameter by parameter, see `begin_tail`.
     """
 
-    @property
-    def splits(self) -> bool:
-        """Whether W has any work. If it does, a pass BW runs B and then W."""
+    splits = False
+    completes_by_parameter = False
 
-    @property
-    def completes_by_parameter(self) -> bool:
-        """Whether the last W's of a step can run parameter by parameter, see `begin_tail`."""
+    def __init__(self, module: nn.Module, index: int, reason: str = "") -> None:
+        self._module = module
+        self._index = index
+        self._reason = reason
 
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
         """Begins a step: inspects the module, which has these parameters. `meter` counts the bytes kept for W."""
 
     def stepping(self) -> AbstractContextManager[object]:
         """Returns a context for a step, which prepares the module for its passes."""
+        return nullcontext()
 
     def forward(self, microbatch: int, inputs: Tensors) -> Callable[[], Any]:
         """F: returns a call that runs the module on `inputs` and returns its output.
 
         Work whose tensors must not count as those of the forward, such as tracing, happens before this returns.
         """
+        positional, named = arguments_of(inputs)
+        return partial(self._module, *positional, **named)
 
     def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
         """B: runs backward from `edges`, if any, with their gradients. Adds the gradients of leaves to `.grad`, except deferred ones."""
+        run_backward(edges, gradients)
 
     def weight(self, microbatch: int) -> None:
         """W: adds the weight gradients that B of this microbatch deferred."""
@@ -56,6 +65,7 @@ class Splitter(Protocol):
 
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
         """Returns the tensors kept for the W of `microbatch`, or of all."""
+        return ()
 
     def clear(self) -> None:
         """Drops all microbatches in flight."""
@@ -65,6 +75,7 @@ class Splitter(Protocol):
 
     def report(self) -> SplitReport:
         """Reports how the backward pass is split, as far as known."""
+        return SplitReport(self._index, "whole", 0.0, (InB("every parameter", self._reason),))
 
 
 def run_backward(edges: list[Any], gradients: Cotangents) -> None:

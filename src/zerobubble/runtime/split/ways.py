@@ -2,66 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping
 
-from torch import Tensor, nn
+from torch import nn
 
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.deferred import DeferredSplitter
-from zerobubble.runtime.split.report import InB, SplitReport
-from zerobubble.runtime.split.splitter import Splitter, arguments_of, run_backward
+from zerobubble.runtime.split.splitter import Splitter
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.values.gradients import Gradients
-from zerobubble.runtime.values.payload import Cotangents, Tensors
-
-
-class WholeSplitter:
-    """Computes all gradients in B. `reason` is shown in the report."""
-
-    splits = False
-    completes_by_parameter = False
-
-    def __init__(self, module: nn.Module, index: int, reason: str) -> None:
-        self._module = module
-        self._index = index
-        self._reason = reason
-
-    def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
-        """Does nothing."""
-
-    def stepping(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def forward(self, microbatch: int, inputs: Tensors) -> Callable[[], Any]:
-        positional, named = arguments_of(inputs)
-        return partial(self._module, *positional, **named)
-
-    def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
-        run_backward(edges, gradients)
-
-    def weight(self, microbatch: int) -> None:
-        """Does nothing: B has computed the weight gradients."""
-
-    def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
-        """Does nothing: B has completed all gradients."""
-
-    def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
-        return ()
-
-    def clear(self) -> None:
-        """Does nothing: no tensors are kept."""
-
-    def count(self) -> None:
-        """Does nothing: W has no work."""
-
-    def report(self) -> SplitReport:
-        return SplitReport(self._index, "whole", 0.0, (InB("every parameter", self._reason),))
-
 
 TRACED = ("graph", "compiled")
 WAYS = ("deferred", *TRACED, "whole")
@@ -105,7 +55,7 @@ def make_splitter(
 
         return GraphSplitter(stage_alone(module), index, gradients, compiled=way == "compiled", cuda_graphs=cuda_graphs)
     if way == "whole":
-        return WholeSplitter(module, index, "split leaves this stage whole")
+        return Splitter(module, index, "split leaves this stage whole")
     if not has_weight_passes:
-        return WholeSplitter(module, index, "the schedule gives this stage BW")
+        return Splitter(module, index, "the schedule gives this stage BW")
     return DeferredSplitter(module, index, gradients)
