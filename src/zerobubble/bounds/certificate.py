@@ -208,9 +208,7 @@ def check_parts(placement: Placement, costs: Costs, limits: Limits | None) -> No
     if len(placement.routes) > 1:
         message = "bounds are known for one route, the placement {placement!r} has {placement_routes}"
         raise InputError(message, placement=placement.name, placement_routes=len(placement.routes))
-    if costs.num_stages != placement.num_stages:
-        message = "the placement has {placement_stages} stages, the costs describe {costs_stages}"
-        raise InputError(message, placement_stages=placement.num_stages, costs_stages=costs.num_stages)
+    costs.require_fit(placement, "the placement")
     if limits is not None:
         limits.require_ranks(placement.num_ranks, "the placement")
 
