@@ -29,8 +29,7 @@ def main(parent: int, seconds: float, longest_s: float, niceness: int, folders: 
     faulthandler.dump_traceback_later(longest_s, exit=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches this process, too; the parent handles it
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    if hasattr(os, "nice"):
-        os.nice(niceness)
+    os.nice(niceness)
     sys.path += [folder for folder in folders if folder not in sys.path]
     _import_own_package()
     from zerobubble.planning.competition import solve
@@ -41,10 +40,7 @@ def main(parent: int, seconds: float, longest_s: float, niceness: int, folders: 
 
 
 def _end_with(parent: int) -> None:
-    """Exits when the parent process has ended.
-
-    On Windows, where a process keeps the ID of a parent that has ended, the time limit ends it.
-    """
+    """Exits when the parent process has ended."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os._exit(1)
