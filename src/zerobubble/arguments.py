@@ -11,7 +11,7 @@ from functools import wraps
 from math import inf
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
-from zerobubble.errors import InputError, shown, with_article
+from zerobubble.errors import InputError, raise_faults, shown, with_article
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, as_bytes, read_bytes
 from zerobubble.wrong_calls import wrong_call
 
@@ -214,8 +214,7 @@ def require_positive(what: str, amounts: Mapping[str, Any], *, or_zero: bool = F
     """Raise `InputError` for all `amounts` of `what` that are not finite numbers above 0, or 0 itself with `or_zero`."""
     words = f"a finite number {'at least' if or_zero else 'above'} 0"
     wrong = [name for name, value in amounts.items() if not _is_number(value) or not 0 <= value < inf or not (value or or_zero)]
-    if wrong:
-        raise InputError("{faults}", faults="; ".join(f"{name} of {what} must be {words}, got {shown(amounts[name])}" for name in wrong))
+    raise_faults(f"{name} of {what} must be {words}, got {shown(amounts[name])}" for name in wrong)
 
 
 def faults_among(given: Mapping[str, Any], wanted: Mapping[str, Wanted | type]) -> list[str]:

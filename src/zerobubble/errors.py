@@ -68,6 +68,12 @@ class InputError(ZeroBubbleError, ValueError):
         self.args = (_shortened(str(self)),)
 
 
+def raise_faults(faults: Iterable[object]) -> None:
+    """Raise `InputError` with all `faults`, if there are any that are not empty."""
+    if text := "; ".join(filter(None, map(str, faults))):
+        raise InputError("{faults}", faults=text)
+
+
 class ParseError(InputError):
     """A text, JSON or CSV form cannot be read."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zerobubble.arguments import require_positive, takes
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError, near
+from zerobubble.errors import InputError, near, raise_faults
 
 
 @takes()
@@ -80,9 +80,7 @@ class Model(Displayed):
         if self.experts is not None:
             whole |= {f"experts' {name}": getattr(self.experts, name) for name in ("routed", "chosen", "inner")}
         require_positive(f"model {self.name!r}", whole)
-        faults = list(self._faults())
-        if faults:
-            raise InputError("{faults}", faults="; ".join(faults))
+        raise_faults(self._faults())
 
     def _faults(self) -> Iterator[str]:
         if self.latent is None and self.head_width is None and self.hidden % self.heads:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs, Limits
-from zerobubble.errors import InputError
+from zerobubble.errors import raise_faults
 from zerobubble.ir import Schedule
 from zerobubble.simulation import memory_faults, peak_memory, simulate
 
@@ -46,9 +46,7 @@ def windows(schedule: Schedule, costs: Costs, limits: Limits | None = None) -> t
     """
     ceilings = peak_memory(schedule, costs)
     if limits is not None:
-        faults = memory_faults(schedule, costs, limits)
-        if faults:
-            raise InputError("{faults}", faults="; ".join(map(str, faults)))
+        raise_faults(memory_faults(schedule, costs, limits))
         ceilings = limits.memory
     timeline = simulate(schedule, costs)
     found = []

@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 import zerobubble as zb
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, raise_faults
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.planning import Plan
@@ -282,8 +282,7 @@ def _refuse(schedule: Schedule, num_chunks: int, config: Any) -> None:
         begun.setdefault(op.stage, []).append(op.microbatch)
     if any(order != sorted(order) for order in begun.values()):
         faults.append(f"{schedule.name} begins microbatches out of order, and Megatron reads their data in order")
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults(faults)
 
 
 def _defer_weight_gradients(chunk: nn.Module) -> None:

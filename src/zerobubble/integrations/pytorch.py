@@ -16,7 +16,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
 from zerobubble.arguments import takes, wrong
-from zerobubble.errors import InputError
+from zerobubble.errors import raise_faults
 from zerobubble.export.torch_comms import torch_rows
 from zerobubble.ir import Schedule
 
@@ -47,8 +47,7 @@ def pipelining_schedule(
         faults.append(f"stages has {num_stages} stages, and {schedule.name} {schedule.num_stages}")
     if given != own:
         faults.append(f"rank {rank} gives stages {given}, and {schedule.name} places {own} there")
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults(faults)
     make: Any = schedules._PipelineScheduleRuntime
     runtime = make(list(stages), schedule.num_microbatches, loss_fn, **options)
     rows = torch_rows(schedule, torch.__version__, unsharded)

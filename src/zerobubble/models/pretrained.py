@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from zerobubble.arguments import wrong
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, raise_faults
 from zerobubble.models.from_config import read_config
 from zerobubble.models.making.configuration import is_configuration, maker_of
 from zerobubble.runtime.checkpoint.contents import model_faults
@@ -56,9 +56,7 @@ def _model_with(saved: Saved, config: Any, adapter: Any) -> Any:
             model = _adapted(model, adapter)
     types = {key: tensor.properties.dtype for key, tensor in saved.tensors.items() if key.startswith("model.")}
     wanted = {f"model.{name}": tensor.to(types.get(f"model.{name}")) for name, tensor in model.state_dict().items()}
-    faults = model_faults(wanted, wanted.keys(), saved.tensors)
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults(model_faults(wanted, wanted.keys(), saved.tensors))
     buffers = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
     saved.read(buffers)
     read = {key.removeprefix("model."): tensor for key, tensor in buffers.items()}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from zerobubble.arguments import WHOLE, takes, wrong
 from zerobubble.costs import Costs, Limits
-from zerobubble.errors import InputError
+from zerobubble.errors import raise_faults
 from zerobubble.ir import Schedule, Step
 from zerobubble.offload.copies import OffloadPlayer
 from zerobubble.offload.covering import (
@@ -100,8 +100,7 @@ def with_other_costs(schedule: Schedule, costs: Costs, limits: Limits, plans: Se
 
     Raises `InputError` if the offloads are not valid or a rank exceeds its limit with them.
     """
-    if faults := offload_faults(schedule, costs, plans, limits):
-        raise InputError("{faults}", faults="; ".join(map(str, faults)))
+    raise_faults(offload_faults(schedule, costs, plans, limits))
     found = []
     for where, (steps, limit, plan) in enumerate(zip(schedule.steps, limits.memory, plans, strict=True)):
         rank = _row(steps, saved_parts(steps, costs), limit, costs)

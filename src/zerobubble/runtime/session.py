@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zerobubble.errors import InputError, ZeroBubbleError
+from zerobubble.errors import InputError, ZeroBubbleError, raise_faults
 from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
@@ -366,9 +366,7 @@ def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) ->
 
 def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> Setup:
     refuse_wrong(options)
-    faults = [fault for fault in (dependency_faults(options), excluded_options(options, layout)) if fault]
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults((dependency_faults(options), excluded_options(options, layout)))
     if isinstance(options.transport, str):
         refuse_unknown(options.transport)
     given, planner = _what_to_play(options, peers.size)
@@ -470,9 +468,7 @@ def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup, options: Pi
         hashes = ranks.gather((_fingerprint(ours), uncut_model(options.build_or_modules)), doing)
         if len({theirs for theirs, _ in hashes}) > 1:
             facts = [None if each is None else ModelFacts(*each) for each in ranks.gather(None if ours is None else list(ours), doing)]
-            found = [differences({rank: facts[rank] for rank in pipeline}) for pipeline in layout.pipelines]
-            if any(found):
-                raise InputError("{faults}", faults="; ".join(filter(None, dict.fromkeys(found))))
+            raise_faults(dict.fromkeys(differences({rank: facts[rank] for rank in pipeline}) for pipeline in layout.pipelines))
     if setup.whole is not None:
         setup.whole.was_connected()
     elif layout.pipeline[0] == 0 == ranks.transport.group.rank:

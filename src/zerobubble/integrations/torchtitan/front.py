@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 import zerobubble as zb
 from zerobubble.cost_model.gpus import known_gpu
 from zerobubble.costs import Limits
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, raise_faults
 from zerobubble.integrations.described_run import Run
 from zerobubble.integrations.torchtitan.cut import PARTIAL_DTENSOR, exchange_local_tensors, names_of_stages, part_of
 from zerobubble.integrations.torchtitan.schedule import TitanSchedule
@@ -300,8 +300,7 @@ def _refuse(schedule: Schedule, parallel_dims: Any, parallelism: Any, num_microb
             "pipelined(config, schedule), which sets parallelism.pipeline_parallel_schedule to a schedule that ends there, "
             f"{_name_ending_on(last)!r}"
         )
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults(faults)
 
 
 def _mesh_of(parallel_dims: Any, device: torch.device) -> DeviceMesh:

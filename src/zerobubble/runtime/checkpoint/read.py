@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, raise_faults
 from zerobubble.runtime.checkpoint import checksums, contents
 from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
 from zerobubble.runtime.checkpoint.folder import find_checkpoint, resolve_path
@@ -164,8 +164,7 @@ class CheckpointLoader:
         named = dict(contents.parameters_by_name(modules, names))
         if optimizers and not faults:
             faults += contents.optimizer_faults(optimizers, named, saved.rest["optimizer"])
-        if faults:
-            raise InputError("{faults}", faults="; ".join(faults))
+        raise_faults(faults)
         if optimizers:
             found |= contents.optimizer_targets(optimizers, named, saved.tensors, marks_of(modules.values()))
         if self._restores_exactly(saved):

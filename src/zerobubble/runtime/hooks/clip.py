@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zerobubble.errors import InputError, shown
+from zerobubble.errors import InputError, raise_faults, shown
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.hook import AttachedPipeline
 from zerobubble.runtime.transport.terms import by_rank, each_has
@@ -140,9 +140,7 @@ class ClipArguments(NamedTuple):
 
 def refuse_wrong_arguments(all_arguments: Sequence[ClipArguments], members: Sequence[int]) -> None:
     """Raises the same `InputError` on every rank if a rank's arguments are wrong or differ between the ranks, which are `members`."""
-    faults = by_rank(members, [arguments.fault and f"clip_grad_norm_: {arguments.fault}" for arguments in all_arguments])
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults(by_rank(members, [arguments.fault and f"clip_grad_norm_: {arguments.fault}" for arguments in all_arguments]))
     if len(set(all_arguments)) > 1:
         found = each_has(members, map(str, all_arguments))
         raise InputError(

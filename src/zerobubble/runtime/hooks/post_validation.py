@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from zerobubble.arguments import NUMBER, takes
-from zerobubble.errors import InputError, shown
+from zerobubble.errors import InputError, raise_faults, shown
 from zerobubble.runtime.device import interface, is_host
 from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.gradient_scaling import set_found_inf, unscale_own
@@ -107,8 +107,7 @@ class PostValidation(StepHook):
         if not faults and len({theirs for _, theirs, _ in gathered}) > 1:
             found = [f"{norm} {'with' if scaled else 'without'} a scaler" for _, (norm, scaled), _ in gathered]
             faults = [f"ranks disagree on max_norm or scaler: {each_has(pipeline.peers.members, found)}"]
-        if faults:
-            raise InputError("{faults}", faults="; ".join(faults))
+        raise_faults(faults)
         copies = self._copies(pipeline.device)
         self._undo = [SavedCopy(optimizer) if copies else ByFormula(optimizer) for optimizer in self.optimizers]
         pipeline.optimizers.validated = self.optimizers

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from zerobubble.errors import InputError, near
+from zerobubble.errors import InputError, near, raise_faults
 
 Tied = Sequence[Sequence[tuple[int, str]]]
 """Groups of (stage, name of a parameter or module in it, "" for the whole stage)."""
@@ -107,8 +107,7 @@ def read_tied(tied: Tied, num_stages: int) -> tuple[tuple[ParameterName, ...], .
         faults += [f"tied names stage {stage}, but stages are 0 to {num_stages - 1}" for stage in beyond]
         faults += [f"tied names {name} twice in a group" for name in dict.fromkeys(names) if names.count(name) > 1]
         groups.append(tuple(names))
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults(faults)
     return tuple(groups)
 
 
@@ -169,8 +168,7 @@ def shared_groups(
     sets = _merged([[holder for name in names for holder in holders[name]] for names in one_parameter])
     for members in sets:
         faults += _differences(members, infos)
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults(faults)
     groups = _grouped(sets, holders)
     return sorted(groups, key=lambda group: -min(min(stages) for stages in group.stages.values()))
 

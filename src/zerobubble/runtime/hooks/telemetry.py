@@ -15,7 +15,7 @@ from typing import Any
 
 from zerobubble.arguments import COUNT, NUMBER, Wanted, faults_among, function, instance, number, optional, takes
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError
+from zerobubble.errors import raise_faults
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.run_folder import StepReport
 from zerobubble.runtime.hooks.step_recorder import FolderKeeper, Keeper, Recorded, StepRecorder, tensorboard_keeper, wandb_keeper
@@ -216,8 +216,7 @@ def _refuse_wrong(given: Mapping[str, Any]) -> None:
         for package in ("tensorboard", "wandb")
         if given[package] is not None and find_spec(package) is None
     ]
-    if faults:
-        raise InputError("{faults}", faults="; ".join(faults))
+    raise_faults(faults)
 
 
 @takes()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, raise_faults
 from zerobubble.ir import Kind, Op
 from zerobubble.kinds import SENT_BETWEEN_RANKS
 from zerobubble.program import Channel, Program, Recv, Send, channel_of
@@ -254,9 +254,7 @@ class Mailbox:
 
     def _refuse_what_cannot_be_sent(self, value: Value, tensors: Tensors) -> None:
         reasons = [(place, why_not_sent(tensor, self._device)) for place, tensor in enumerate(tensors)]
-        faults = [f"tensor {place} of {_describe(value)} {reason}" for place, reason in reasons if reason is not None]
-        if faults:
-            raise InputError("{faults}", faults="; ".join(faults))
+        raise_faults(f"tensor {place} of {_describe(value)} {reason}" for place, reason in reasons if reason is not None)
 
     def _change(self, value: Value, tensors: Tensors) -> None:
         """Handles an activation that differs from an earlier step, which is allowed if stages were only frozen or unfrozen.
