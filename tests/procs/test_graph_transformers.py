@@ -98,8 +98,7 @@ def compare(stage: Stage, oracle: nn.Module, mask: Tensor | None, seed: int, tol
     stage.begin(None)
     stage.module.zero_grad()
     oracle.zero_grad()
-    tensors: list[Tensor] = []
-    structure = flatten_pytree(arguments, tensors)
+    tensors, structure = flatten_pytree(arguments)
     torch.manual_seed(seed)
     (loss,) = stage.forward(0, Payload.from_tensors(tensors, structure), lambda output: output.loss)
     torch.manual_seed(seed)
@@ -192,8 +191,7 @@ def test_stages_of_a_model_that_was_cut_are_traced() -> None:
             module.zero_grad()
         for stage in (first, last):
             stage.begin(None)
-        tensors: list[Tensor] = []
-        structure = flatten_pytree(given, tensors)
+        tensors, structure = flatten_pytree(given)
         outputs = first.forward(0, Payload.from_tensors(tensors, structure))
         assert isinstance(outputs, Payload)
         received = outputs.with_tensors([y.detach().requires_grad_(y.requires_grad) for y in outputs])

@@ -72,9 +72,8 @@ def test_plain_values_come_back(value: Any) -> None:
 
 
 def test_the_structure_of_a_message_comes_back() -> None:
-    tensors: list[torch.Tensor] = []
     nest = {"a": (torch.zeros(2), Point(1)), Color.RED: [None, 0.1, "x", torch.bfloat16, OrderedDict(k=torch.ones(1))]}
-    structure = flatten_pytree(nest, tensors)
+    tensors, structure = flatten_pytree(nest)
     found = write_announcement(shapes_of(tensors), structure, torch.device("cpu"))
     assert read_announcement(found) == (shapes_of(tensors), structure)
 
@@ -93,8 +92,7 @@ def test_a_dataclass_comes_back_by_its_name_without_a_call(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     value = Striking(torch.zeros(2))
     Path("struck").unlink()
-    tensors: list[torch.Tensor] = []
-    structure = flatten_pytree({"a": [value]}, tensors)
+    tensors, structure = flatten_pytree({"a": [value]})
     found = read_announcement(write_announcement(shapes_of(tensors), structure, torch.device("cpu")))
     assert found == (shapes_of(tensors), structure)
     back = unflatten_pytree(found[1], iter(tensors))["a"][0]
@@ -107,7 +105,7 @@ def test_a_dataclass_that_other_ranks_cannot_find_is_refused() -> None:
     class Local:
         x: Any
 
-    structure = flatten_pytree([Local(torch.zeros(2))], [])
+    _, structure = flatten_pytree([Local(torch.zeros(2))])
     with raises(zb.InputError, name=f"{Local.__module__}.{Local.__qualname__}"):
         read_plain(write_plain(structure))
 

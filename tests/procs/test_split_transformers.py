@@ -229,8 +229,7 @@ def flops_of_backward(stage: Stage, inputs: Any) -> int:
 
 
 def payload(arguments: dict[str, Any]) -> Any:
-    tensors: list[Tensor] = []
-    structure = flatten_pytree(arguments, tensors)
+    tensors, structure = flatten_pytree(arguments)
     return Payload.from_tensors(tensors, structure)
 
 

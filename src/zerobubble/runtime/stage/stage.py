@@ -380,8 +380,7 @@ def as_tensors(output: Any, index: int) -> Tensors:
     if not isinstance(output, (tuple, list, dict)):
         got = type(output).__name__
         raise TypeError(f"stage {index} must return a tensor, or a tuple, list, dict or dataclass of tensors for the next stage, got {got}")
-    tensors: list[Tensor] = []
-    structure = flatten_pytree(dict(output) if isinstance(output, dict) else output, tensors, f"the output of stage {index}")
+    tensors, structure = flatten_pytree(dict(output) if isinstance(output, dict) else output, f"the output of stage {index}")
     return Payload.from_tensors(tensors, structure)
 
 

@@ -67,8 +67,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGr
     if isinstance(batch, list):
         return _from_list(batch, num_microbatches, what, gradients)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
-    tensors: list[Tensor] = []
-    structure = flatten_pytree(batch, tensors, opaque=True)
+    tensors, structure = flatten_pytree(batch, opaque=True)
     dims = _dims_in(batch, tensors, batch_dims)
     size = _batch_size(batch, [(t, dim) for t, dim in zip(tensors, dims, strict=True) if dim is not None], num_microbatches, what)
     rows = sample_slices(size, num_microbatches)
@@ -157,8 +156,7 @@ def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: In
         )
     microbatches, sizes = [], []
     for j, item in enumerate(given):
-        tensors: list[Tensor] = []
-        structure = flatten_pytree(dict(item) if isinstance(item, Mapping) else item, tensors, opaque=True)
+        tensors, structure = flatten_pytree(dict(item) if isinstance(item, Mapping) else item, opaque=True)
         if not isinstance(item, (Tensor, tuple, list, Mapping)) or not tensors:
             remedy = FROM_NUMPY if type(item).__name__ == "ndarray" else ""
             raise wrong(f"microbatch {j} of {what}", item, "a tensor, or a tuple or dict with tensors", remedy)
@@ -173,8 +171,7 @@ def as_arguments(microbatch: Any) -> Tensors:
         return (microbatch,)
     if isinstance(microbatch, (tuple, list)) and all(isinstance(part, Tensor) for part in microbatch):
         return tuple(microbatch)
-    tensors: list[Tensor] = []
-    structure = flatten_pytree(microbatch, tensors, opaque=True)
+    tensors, structure = flatten_pytree(microbatch, opaque=True)
     return Payload.from_tensors(tensors, structure)
 
 

@@ -89,8 +89,7 @@ class CapturedStep:
 
         Raises `InputError` if it differs in more than the values of tensors, and for a tensor that requires a gradient.
         """
-        tensors: list[Tensor] = []
-        structure = flatten_pytree(given, tensors, opaque=True)
+        tensors, structure = flatten_pytree(given, opaque=True)
         objects = sorted({kind.__name__ for kind in opaque_types_in(structure)})
         if objects:
             raise InputError(

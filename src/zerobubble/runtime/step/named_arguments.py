@@ -69,8 +69,7 @@ def for_each_microbatch(
 def _cut(
     kwargs: dict[str, Any], num_microbatches: int, batch_size: int, gradients: InputGradients, batch_dims: BatchDims
 ) -> list[dict[str, Any]]:
-    tensors: list[Tensor] = []
-    structure = flatten_pytree(kwargs, tensors, opaque=True)
+    tensors, structure = flatten_pytree(kwargs, opaque=True)
     names = [name for name, value in kwargs.items() for _ in tensors_in(value)]
     dims = [_cut_dim(tensor, name, batch_size, batch_dims) for name, tensor in zip(names, tensors, strict=True)]
     rows = sample_slices(batch_size, num_microbatches)
@@ -95,8 +94,7 @@ def _detached(named: dict[str, Any], gradients: InputGradients) -> dict[str, Any
     """Returns the arguments of one microbatch, with tensors that require a gradient detached."""
     if not any(tensor.requires_grad for tensor in tensors_in(named)):
         return named
-    tensors: list[Tensor] = []
-    structure = flatten_pytree(named, tensors, opaque=True)
+    tensors, structure = flatten_pytree(named, opaque=True)
     detached: dict[str, Any] = unflatten_pytree(structure, (gradients.part(tensor, "kwargs") for tensor in tensors))
     return detached
 

@@ -70,7 +70,7 @@ class Lending:
         tensors: list[Tensor] = []
         for what in ("inputs", "targets", "kwargs"):
             try:
-                flatten_pytree(getattr(given, what), tensors, what)
+                tensors += flatten_pytree(getattr(given, what), what)[0]
             except TypeError as error:
                 raise InputError(
                     "with survive=True ranks send each other their batches, and {reason}", reason=str(error), remedy="keep it in the stages"
@@ -166,8 +166,7 @@ class Parcel(NamedTuple):
     @classmethod
     def pack(cls, part: Any) -> Parcel:
         """Packs a part of this rank's share."""
-        tensors: list[Tensor] = []
-        structure = flatten_pytree(part, tensors)
+        tensors, structure = flatten_pytree(part)
         form = Form(structure, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
         parcel = cls(form, torch.zeros(form.num_bytes, dtype=torch.uint8, device="cpu"))
         for packed, tensor in zip(parcel._tensors(), tensors, strict=True):

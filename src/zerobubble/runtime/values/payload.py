@@ -124,26 +124,32 @@ def with_keywords(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> Payl
     return Payload.from_tensors(tensors, structure, keywords)
 
 
-def flatten_pytree(value: Any, tensors: list[Tensor], where: str = "", *, opaque: bool = False) -> Structure:
-    """Returns the structure of a pytree, and appends its tensors to `tensors`.
+def flatten_pytree(value: Any, where: str = "", *, opaque: bool = False) -> tuple[list[Tensor], Structure]:
+    """Returns the tensors of a pytree, and its structure.
 
     Raises `TypeError`, naming the place after `where`, for an object that is neither tensor, constant nor pytree; with `opaque`, keeps such
     objects as they are.
     """
+    tensors: list[Tensor] = []
+    return tensors, _flatten(value, tensors, where, opaque)
+
+
+def _flatten(value: Any, tensors: list[Tensor], where: str, opaque: bool) -> Structure:
+    """Returns the structure of a pytree, and appends its tensors to `tensors`."""
     kind = type(value)
     if isinstance(value, Tensor):
         tensors.append(value)
         return None
     if kind in _MAPPINGS:
-        return Container(kind, tuple(value), tuple(flatten_pytree(v, tensors, f"{where}[{k!r}]", opaque=opaque) for k, v in value.items()))
+        return Container(kind, tuple(value), tuple(_flatten(v, tensors, f"{where}[{k!r}]", opaque) for k, v in value.items()))
     if kind in _SEQUENCES or _is_named_tuple(kind):
-        return Container(kind, (), tuple(flatten_pytree(v, tensors, f"{where}[{i}]", opaque=opaque) for i, v in enumerate(value)))
+        return Container(kind, (), tuple(_flatten(v, tensors, f"{where}[{i}]", opaque) for i, v in enumerate(value)))
     constant = constant_of(value)
     if constant is not None:
         return constant
     if is_plain_dataclass(value) and (not opaque or any(tensors_in(getattr(value, each.name)) for each in fields(value))):
         names = tuple(each.name for each in fields(value))
-        parts = (flatten_pytree(getattr(value, name), tensors, f"{where}.{name}", opaque=opaque) for name in names)
+        parts = (_flatten(getattr(value, name), tensors, f"{where}.{name}", opaque) for name in names)
         return Container(DataclassReference(kind), names, tuple(parts))
     if opaque:
         return Constant(kind, Opaque(value))
@@ -182,9 +188,7 @@ def unflatten_pytree(structure: Structure, tensors: Iterator[Any]) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns the tensors in a pytree, which may hold any objects."""
-    tensors: list[Tensor] = []
-    flatten_pytree(value, tensors, opaque=True)
-    return tensors
+    return flatten_pytree(value, opaque=True)[0]
 
 
 def changes(before: Structure, now: Structure, where: str = "") -> Iterator[str]:

@@ -67,8 +67,7 @@ def describe_tensors(tensors: Sequence[Tensor], structure: Structure) -> str:
 
 def describe_pytree(value: Any) -> str:
     """Describes a pytree like `describe_tensors`, and any other object by its type."""
-    tensors: list[Tensor] = []
-    structure = flatten_pytree(value, tensors, opaque=True)
+    tensors, structure = flatten_pytree(value, opaque=True)
     return with_article(structure.kind.__name__) if isinstance(structure, Constant) else describe_tensors(tensors, structure)
 
 

@@ -106,7 +106,7 @@ class Trace:
         self._backward: BackwardPass | None = None
         self._num_outputs = 0
         self._output_spec: TreeSpec
-        self._leaves: list[Structure] = []
+        self._leaves: Structure = None
         self._added: tuple[str, ...] = ()
         self._function = aot_function(
             self._forward,
@@ -132,7 +132,7 @@ class Trace:
         results = iter(outputs)
         for name in self._added:
             add_loss(name, next(results))
-        return tree_unflatten([unflatten_pytree(leaf, results) for leaf in self._leaves], self._output_spec)
+        return tree_unflatten(unflatten_pytree(self._leaves, results), self._output_spec)
 
     @property
     def pinned(self) -> frozenset[Dim]:
@@ -204,9 +204,8 @@ class Trace:
         if mode is not None:
             self._forward_nodes = ForwardNodes({node.name for node in mode.tracer.graph.nodes}, checkpoint_of)
         leaves, self._output_spec = tree_flatten(output)
-        returned: list[Tensor] = []
-        self._leaves = [flatten_pytree(leaf, returned, opaque=True) for leaf in leaves]  # a dataclass is a leaf to torch
-        if any(issubclass(kind, SYMBOLIC) for leaf in self._leaves for kind in opaque_types_in(leaf)):
+        returned, self._leaves = flatten_pytree(leaves, opaque=True)  # a dataclass is a leaf to torch
+        if any(issubclass(kind, SYMBOLIC) for kind in opaque_types_in(self._leaves)):
             raise NotGeneralError("it returns a size")
         self._added = tuple(added)
         # For a lazily conjugated output, the backward graph would view a conjugate as real, which torch rejects.

@@ -71,8 +71,7 @@ class Traces:
         state = self._guard.state_number()
         if self.owned.places is not self._guard.places:
             self.owned = TensorsOfModule(self._module, self._guard.places)
-        tensors: list[Tensor] = []
-        structure = flatten_pytree(arguments_of(inputs), tensors, opaque=True)
+        tensors, structure = flatten_pytree(arguments_of(inputs), opaque=True)
         autocast = autocast_of(tensors[0].device.type if tensors else "cpu")
         kinds = tuple([kind_of(tensor) for tensor in tensors])
         rest = structure, shared_memory(tensors), autocast, global_state(), self.owned.kinds
