@@ -7,9 +7,9 @@ not cross. Further threads have its messages, sums over replicas and copies to t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from zerobubble.arguments import each, takes
 from zerobubble.explain import Gap, WaitsFor
@@ -20,6 +20,8 @@ from zerobubble.timeline import Copy, Mark, Message, Reduction, Span, Timeline, 
 NS_PER_US = 1000
 Event = dict[str, Any]
 Threads = dict[Op, int]
+Label = tuple[str, str, dict[str, Any]]
+Boxed = TypeVar("Boxed", Mark, Reduction, Copy)
 
 
 @takes(timelines=each(Timeline))
@@ -41,18 +43,14 @@ def _events(timeline: Timeline, process: int, flow_ids: Iterator[int]) -> Iterat
     threads = _threads(timeline)
     for thread in sorted({_thread(rank) for rank in range(timeline.num_ranks)} | set(threads.values())):
         rank, lane = divmod(thread - 1, 2)
-        yield _meta("thread_name", process, {"name": f"rank {rank}{', overlapped' * lane}"}, thread)
-        yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
+        yield from _named_thread(process, thread, f"rank {rank}{', overlapped' * lane}")
     for _, span in timeline.spans():
         yield _slice(timeline, process, threads[span.op], span)
     for message in messages(timeline):
         yield from _arrow(timeline, process, next(flow_ids), message, threads)
-    for rank, marks in enumerate(timeline.marks):
-        yield from _marked(timeline, process, rank, marks)
-    for rank, row in enumerate(timeline.reductions):
-        yield from _summed(timeline, process, rank, row)
-    for rank, copies in enumerate(timeline.copies):
-        yield from _copied(timeline, process, rank, copies)
+    yield from _below(timeline, process, 2, "messages and optimizer", timeline.marks, _of_mark)
+    yield from _below(timeline, process, 3, "sums over replicas", timeline.reductions, _of_sum)
+    yield from _below(timeline, process, 4, "copies", timeline.copies, _of_copy)
     for rank, steps in enumerate(timeline.memory):
         for time, held in steps:
             name = f"memory of rank {rank}"
@@ -78,64 +76,55 @@ def _meta(name: str, process: int, args: dict[str, Any], thread: int = 1) -> Eve
     return {"ph": "M", "pid": process, "tid": thread, "name": name, "args": args}
 
 
+def _named_thread(process: int, thread: int, name: str) -> Iterator[Event]:
+    """Yield the name of a thread, and its place among the others: they are in the order of their numbers."""
+    yield _meta("thread_name", process, {"name": name}, thread)
+    yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
+
+
+def _box(timeline: Timeline, process: int, thread: int, one: Span | Gap | Mark | Reduction | Copy, label: Label) -> Event:
+    """Return the slice of what takes time, with the name, the category and the other fields of its label."""
+    name, category, others = label
+    times = {"ts": _us(timeline, one.start), "dur": (one.end - one.start) / NS_PER_US}
+    return {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, **times, **others}
+
+
 def _slice(timeline: Timeline, process: int, thread: int, span: Span) -> Event:
     op = span.op
     args = {"stage": op.stage, "microbatch": op.microbatch, "kind": str(op.kind), "what": traits_of(op.kind).phrase}
-    return {
-        "ph": "X",
-        "pid": process,
-        "tid": thread,
-        "name": str(op),
-        "cat": str(op.kind),
-        "ts": _us(timeline, span.start),
-        "dur": span.duration / NS_PER_US,
-        "args": args | ({"why": str(span.why)} if span.why else {}),
-    }
+    args |= {"why": str(span.why)} if span.why else {}
+    return _box(timeline, process, thread, span, (str(op), str(op.kind), {"args": args}))
 
 
 def _wait(timeline: Timeline, process: int, thread: int, gap: Gap) -> Event:
     """Return a slice of idle time, in the viewers' predefined gray, yellow or red."""
     color = {WaitsFor.PASS: "grey", WaitsFor.MESSAGE: "yellow", WaitsFor.HOST: "terrible"}[gap.waits_for]
-    times = {"ts": _us(timeline, gap.start), "dur": (gap.end - gap.start) / NS_PER_US}
     name = f"idle: waits for {'the host' if gap.waits_for is WaitsFor.HOST else f'a {gap.waits_for}'}"
-    common = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "idle", "cname": color}
-    return common | times | {"args": {"before": str(gap.op)}}
+    return _box(timeline, process, thread, gap, (name, "idle", {"cname": color, "args": {"before": str(gap.op)}}))
 
 
-def _marked(timeline: Timeline, process: int, rank: int, marks: Sequence[Mark]) -> Iterator[Event]:
-    """Yield what a rank did outside its passes, on a thread below all ranks."""
-    thread = 2 * timeline.num_ranks + rank + 1
-    if marks:
-        yield _meta("thread_name", process, {"name": f"rank {rank}, messages and optimizer"}, thread)
-        yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
-    for mark in marks:
-        name = f"{mark.doing} {mark.value}".strip()
-        times = {"ts": _us(timeline, mark.start), "dur": mark.duration / NS_PER_US}
-        yield {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": mark.doing.value} | times
+def _below(
+    timeline: Timeline, process: int, place: int, what: str, rows: Sequence[Sequence[Boxed]], label: Callable[[Boxed], Label]
+) -> Iterator[Event]:
+    """Yield what ranks did outside their passes, each rank on a thread of its own below the threads of passes."""
+    for rank, row in enumerate(rows):
+        thread = place * timeline.num_ranks + rank + 1
+        if row:
+            yield from _named_thread(process, thread, f"rank {rank}, {what}")
+        for one in row:
+            yield _box(timeline, process, thread, one, label(one))
 
 
-def _summed(timeline: Timeline, process: int, rank: int, row: Sequence[Reduction]) -> Iterator[Event]:
-    """Yield the sums over replicas of a rank, on a thread below those of messages."""
-    thread = 3 * timeline.num_ranks + rank + 1
-    if row:
-        yield _meta("thread_name", process, {"name": f"rank {rank}, sums over replicas"}, thread)
-        yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
-    for one in row:
-        times = {"ts": _us(timeline, one.start), "dur": one.duration / NS_PER_US}
-        name = f"sum of stage {one.stage}"
-        yield {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "reduction"} | times | {"args": {"stage": one.stage}}
+def _of_mark(mark: Mark) -> Label:
+    return f"{mark.doing} {mark.value}".strip(), mark.doing.value, {}
 
 
-def _copied(timeline: Timeline, process: int, rank: int, lane: Sequence[Copy]) -> Iterator[Event]:
-    """Yield the copies of a rank to the host and back, on a thread below those of sums over replicas."""
-    thread = 4 * timeline.num_ranks + rank + 1
-    if lane:
-        yield _meta("thread_name", process, {"name": f"rank {rank}, copies"}, thread)
-        yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
-    for copy in lane:
-        times = {"ts": _us(timeline, copy.start), "dur": copy.duration / NS_PER_US}
-        name, args = f"{copy.stage}F{copy.microbatch} {copy.copying}", {"stage": copy.stage, "microbatch": copy.microbatch}
-        yield {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "copy"} | times | {"args": args}
+def _of_sum(one: Reduction) -> Label:
+    return f"sum of stage {one.stage}", "reduction", {"args": {"stage": one.stage}}
+
+
+def _of_copy(copy: Copy) -> Label:
+    return f"{copy.stage}F{copy.microbatch} {copy.copying}", "copy", {"args": {"stage": copy.stage, "microbatch": copy.microbatch}}
 
 
 def _arrow(timeline: Timeline, process: int, number: int, message: Message, threads: Threads) -> Iterator[Event]:
