@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.example import Arguments
+from zerobubble.runtime.values.buffers import in_mode
 from zerobubble.runtime.values.random_state import forked
 
 _REMEDY = "put its layers into modules of a ModuleList, between which it can be cut without tracing"
@@ -57,16 +58,12 @@ def _run(model: nn.Module, arguments: Arguments, parameters: list[nn.Parameter])
 @contextmanager
 def _restoring_buffers(model: nn.Module, training: bool) -> Iterator[Any]:
     """Sets the mode of the model, and restores its buffers afterwards; yields a function that returns the names of changed buffers."""
-    modes = [(module, module.training) for module in model.modules()]
     buffers = {name: (buffer, buffer.clone(), buffer._version) for name, buffer in model.named_buffers()}
     changed: list[str] = []
     try:
-        for module, mode in modes:
-            module.training = training and mode
-        yield lambda: changed
+        with in_mode(model.modules(), training):
+            yield lambda: changed
     finally:
-        for module, mode in modes:
-            module.training = mode
         changed += [name for name, (buffer, _, version) in buffers.items() if buffer._version != version]
         for name in changed:
             buffer, before, _ = buffers[name]

@@ -19,6 +19,7 @@ from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import Stage, make_stage
+from zerobubble.runtime.values.buffers import in_mode
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.runtime.values.random_state import seed_for, seeded
@@ -127,15 +128,9 @@ class Stages:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Puts every module into evaluation mode, without gradients, and restores the modes afterwards."""
-        modes = [(part, part.training) for module in self.modules.values() for part in _parts(module)]
-        try:
-            for part, _ in modes:
-                part.training = False
-            with torch.no_grad():
-                yield
-        finally:
-            for part, mode in modes:
-                part.training = mode
+        parts = (part for module in self.modules.values() for part in _parts(module))
+        with in_mode(parts, training=False), torch.no_grad():
+            yield
 
     def meter(self, *batch: Any) -> Meter:
         """Returns a meter of the bytes that passes hold, excluding parameters, buffers and the tensors of `batch`."""

@@ -1,8 +1,8 @@
-"""Reads and restores the buffers of modules, and clears torch's caches of weights after writes."""
+"""Reads and restores the buffers and modes of modules, and clears torch's caches of weights after writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,19 @@ def put_buffers(part: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
     """Sets these buffers of `part` under their names."""
     for name, buffer in buffers.items():
         part._buffers[name] = buffer
+
+
+@contextmanager
+def in_mode(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
+    """Puts each of `modules` into evaluation mode, or with `training` leaves its mode as it is; restores the modes afterwards."""
+    modes = [(module, module.training) for module in modules]
+    try:
+        for module, mode in modes:
+            module.training = training and mode
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

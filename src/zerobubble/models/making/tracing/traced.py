@@ -22,6 +22,7 @@ from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.operations import Operations
 from zerobubble.models.observation.shape_only import untouched_zeros
 from zerobubble.runtime.failure.error_text import describe
+from zerobubble.runtime.values.buffers import in_mode
 
 _OPERATIONS, _BEFORE, _CONSTANTS = "operations", "without_parameters", "constants"
 """Attribute names in a traced model."""
@@ -130,16 +131,9 @@ def _at_least_two(arguments: Arguments) -> Arguments:
 
 
 def _exported(model: nn.Module, calls: Calls, *, training: bool) -> ExportedProgram:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, mode in modes:
-            module.training = training and mode
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch triggers its own warnings
-            return torch.export.export(model, calls.args, calls.kwargs, dynamic_shapes=calls.any_sizes(), strict=False)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with in_mode(model.modules(), training), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch triggers its own warnings
+        return torch.export.export(model, calls.args, calls.kwargs, dynamic_shapes=calls.any_sizes(), strict=False)
 
 
 def _refuse_unlike(name: str, training: ExportedProgram, evaluation: ExportedProgram) -> None:
