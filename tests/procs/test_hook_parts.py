@@ -212,6 +212,19 @@ def test_options_and_gradients_of_a_call_are_back_for_the_exact_step() -> None:
     assert [group["lr"] for group in made.param_groups] == [0.1, 0.25]
 
 
+def test_groups_of_a_call_are_back_for_the_exact_step() -> None:
+    parameter, removed, added = (with_gradient(value) for value in (1.0, 5.0, 7.0))
+    made = validated(torch.optim.SGD([parameter, removed], lr=0.5))
+    made._pipeline = SimpleNamespace(parameters=lambda: [parameter, removed, added])
+    made._keep()
+    (optimizer,) = made.optimizers
+    del optimizer.param_groups[0]["params"][1]
+    optimizer.add_param_group({"params": [added]})
+    with made._as_it_was():
+        assert [group["params"] for group in optimizer.param_groups] == [[parameter, removed]]
+    assert [group["params"] for group in optimizer.param_groups] == [[parameter], [added]]
+
+
 def test_a_copy_fits_in_half_of_the_free_memory() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(10))])
     found = []

@@ -522,6 +522,86 @@ def test_evaluation_and_state_see_the_exact_step(world: Ranks, name: str) -> Non
     check_equal(world.run(train_both, Case(name, "adamw", looks=True), ranks=4))
 
 
+def linear(stage: int) -> nn.Module:
+    torch.manual_seed(stage)
+    return nn.Linear(3, 3, dtype=torch.float64)
+
+
+def trained_with(group: Any, change: str, limit: float, undo: str | None) -> list[Tensor]:
+    """The parameters after steps that are clipped, of which rank 0 makes some early; synchronous without `undo`.
+
+    `change` is made between a step of the optimizer and the next one of the pipeline.
+    """
+    with zb.Pipeline(lambda stage, _: linear(stage), "1f1b", 2, nn.functional.mse_loss, group=group) as pipe:
+        held = list(pipe.parameters())
+        rate: Any = torch.tensor(0.1, dtype=torch.float64) if change == "rate in a tensor" else 0.1
+        inner = torch.optim.SGD(held[:1] if change == "groups" else held, lr=rate, momentum=0.9, foreach=False)
+        if change == "gradients by a hook":
+            inner.register_step_pre_hook(lambda *_: [parameter.grad.mul_(0.5) for parameter in held] and None)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        optimizer = None if undo is None else zb.PostValidation(inner, pipe, limit, undo=undo)  # type: ignore[arg-type]
+        for step in range(4):
+            x = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            pipe.step(x, x + 1)
+            if optimizer is None:
+                pipe.clip_grad_norm_(limit)
+                inner.step()
+            else:
+                optimizer.step()
+            if change == "gradients":
+                torch._foreach_zero_([parameter.grad for parameter in held])
+            else:
+                for parameter in held:
+                    parameter.grad = None
+            if change == "groups" and step == 1:
+                inner.add_param_group({"params": held[1:]})
+            scheduler.step()
+        if optimizer is not None:
+            optimizer.settle()
+        return [parameter.detach().clone() for parameter in held]
+
+
+def changed_between(group: Any, change: str, undo: str) -> list[float | str]:
+    """The largest error for each limit, or the error that is raised."""
+    found: list[float | str] = []
+    for limit in (0.3, 0.6, 0.9, 1.2):
+        try:
+            mine, exact = trained_with(group, change, limit, undo), trained_with(group, change, limit, None)
+            found.append(max((one - other).abs().max().item() for one, other in zip(mine, exact, strict=True)))
+        except zb.PipelineError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("undo", ["copy", "arithmetic"])
+@pytest.mark.parametrize("change", ["rate in a tensor", "groups"])
+def test_options_and_groups_may_change_before_the_next_step(world: Ranks, change: str, undo: str) -> None:
+    for errors in world.run(changed_between, change, undo, ranks=2):
+        assert all(isinstance(error, float) and error <= 1e-12 for error in errors), errors
+
+
+@pytest.mark.parametrize("change", ["gradients", "gradients by a hook"])
+def test_gradients_that_change_before_the_next_step_are_an_error(world: Ranks, change: str) -> None:
+    for errors in world.run(changed_between, change, "copy", ranks=2):
+        assert any(isinstance(error, str) and "gradients" in error for error in errors), errors
+        assert all(isinstance(error, str) or error == 0 for error in errors), errors
+
+
+def test_shared_parameters_are_not_undone_by_arithmetic(world: Ranks) -> None:
+    for said in world.run(undo_of_shared, ranks=2):
+        assert 'undo="copy"' in said
+
+
+def undo_of_shared(group: Any) -> str:
+    tied = [[(0, "weight"), (1, "weight")]]
+    with zb.Pipeline(lambda stage, _: linear(stage), "1f1b", 2, nn.functional.mse_loss, group=group, tied=tied) as pipe:
+        inner = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        with pytest.raises(zb.InputError) as caught:
+            zb.PostValidation(inner, pipe, undo="arithmetic")
+        zb.PostValidation(inner, pipe, undo="copy")
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("undo", [SavedCopy, ByFormula])
 def test_an_undone_step_restores_the_state(kind: str, undo: Any) -> None:

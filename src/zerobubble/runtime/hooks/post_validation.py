@@ -5,8 +5,9 @@
 3. They read it in the next step of the pipeline, after the forwards before their rollback point.
 4. If any rank waited, all ranks undo their steps, make the exact step, and run these forwards again.
 
-Order matters in two places. The receive of the next ledger is posted before this rank passes its own on (`_expect`). Gradients and options
-are kept until the verdict, because the exact step needs those of the call to `step`, and user code may have changed them since.
+Order matters in two places. The receive of the next ledger is posted before this rank passes its own on (`_expect`). Gradients and
+parameter groups are kept until the verdict, because the exact step needs those of the call to `step`, and user code may have changed them
+since. Gradients are kept without a copy, so changes in place are an error.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update validation). The rollback points are this project's own.
 """
@@ -87,6 +88,8 @@ class PostValidation(StepHook):
         self._verdict: bool | None = True
         self._has_stepped = False
         self._gradients: dict[Tensor, Tensor | None] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._groups: list[list[dict[str, Any]]] = []
         self._options: list[dict[str, Any]] = []
         self._down: Expected[NormsSoFar] | None = None
         self._back: Expected[NormsOfAll] | None = None
@@ -233,16 +236,20 @@ class PostValidation(StepHook):
         return self._pipeline.sharded.largest(float(found), "sharing which gradients are not finite") > 0
 
     def _keep(self) -> None:
-        """Keeps what the exact step needs: the gradients and options of this call."""
+        """Keeps what the exact step needs: the gradients, groups and options of this call."""
         held = [*self._pipeline.parameters(), *parameters_of(self.optimizers)]
         self._gradients = {parameter: parameter.grad for parameter in held}
+        self._versions = self._versions_now()
+        self._groups = [list(optimizer.param_groups) for optimizer in self.optimizers]
         self._options = self._options_now()
 
     def _options_now(self) -> list[dict[str, Any]]:
-        return [
-            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
-            for group in self.param_groups
-        ]
+        return [{name: _frozen(value) for name, value in group.items()} for group in self.param_groups]
+
+    def _versions_now(self) -> dict[Tensor, int]:
+        """Returns the version of each kept gradient, which every change in place increases."""
+        kept = self._gradients.items()
+        return {parameter: local_part(gradient)._version for parameter, gradient in kept if gradient is not None}
 
     def _step_early(self) -> None:
         """Makes the step that may have to be undone."""
@@ -251,22 +258,23 @@ class PostValidation(StepHook):
         for parameter in _with_overwritten_gradients(self.optimizers):
             if parameter.grad is not None:
                 self._gradients[parameter] = parameter.grad.clone()
-        versions = self._versions()
+        self._versions = self._versions_now()
         self._step_all()
-        if self._versions() != versions:
-            raise InputError(
-                "{optimizers} changes gradients in place as it steps, which cannot be taken back",
-                optimizers=kinds_of(self.optimizers),
-                remedy="clip with pipe.clip_grad_norm_ instead",
-            )
         if self._options_now() != self._options:
             raise InputError(
                 ("{optimizers} changes param_groups as it steps, which cannot be taken back; clip with pipe.clip_grad_norm_ instead"),
                 optimizers=kinds_of(self.optimizers),
             )
+        if self._needs_gradients(skips=self._max_norm is None) and self._versions_now() != self._versions:
+            raise InputError(
+                "{optimizers} or one of its hooks changes gradients as it steps, which cannot be taken back; "
+                "clip with pipe.clip_grad_norm_ instead",
+                optimizers=kinds_of(self.optimizers),
+            )
 
-    def _versions(self) -> list[int]:
-        return [gradient._version for gradient in self._gradients.values() if gradient is not None]
+    def _needs_gradients(self, *, skips: bool) -> bool:
+        """Returns whether an exact step needs the gradients of the call: to step, unless it `skips`, or to undo a step by arithmetic."""
+        return not skips or (self._has_stepped and any(isinstance(undo, ByFormula) for undo in self._undo))
 
     def _judge(self) -> None:
         """Receives the verdict on the last step, and makes the exact step if needed."""
@@ -291,10 +299,16 @@ class PostValidation(StepHook):
         self._has_stepped = False
 
     def _make_exact(self, ledger: Tensor, norm: Tensor) -> None:
+        skips = self._form.is_skipped(ledger)
+        if self._needs_gradients(skips=skips) and self._versions_now() != self._versions:
+            raise InputError(
+                "gradients were changed in place after the step of PostValidation, which may need them until the next step of the pipeline",
+                remedy="set .grad to None, as its zero_grad does, or call its settle first",
+            )
         if self._has_stepped:
             for undo in self._undo:
                 undo.undo()
-        if not self._form.is_skipped(ledger):
+        if not skips:
             if self._max_norm is not None:
                 scale(self._pipeline.parameters(), self._max_norm, norm, IN_GRAD)
             self._step_all()
@@ -334,34 +348,53 @@ class PostValidation(StepHook):
             return f"scaler must be a torch.amp.GradScaler, or None, got {shown(self._scaler)}"
         if self._way not in ("copy", "arithmetic", None):
             return f"undo must be 'copy', 'arithmetic' or None, got {self._way!r}"
-        return self._cannot_undo(pipeline.device)
+        return self._cannot_undo(pipeline)
 
     def _copies(self, device: torch.device) -> bool:
         """Returns whether steps are undone by a copy, and not by arithmetic."""
         return self._way == "copy" or (self._way is None and _copy_fits(self.optimizers, device))
 
-    def _cannot_undo(self, device: torch.device) -> str:
+    def _cannot_undo(self, pipeline: AttachedPipeline) -> str:
         """Returns why this optimizer's steps cannot be undone as requested; empty if they can."""
-        reason = "" if self._copies(device) else next(filter(None, map(why_not, self.optimizers)), "")
+        reason = "" if self._copies(pipeline.device) else _why_not(pipeline, self.optimizers)
         if self._way is None and reason:
             reason = f"a copy of parameters and state would take more than half of the free memory, and {reason}"
         return f'{reason}; use undo="copy"' if reason else ""
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """A context in which gradients and options are those of the call to `step`."""
+        """A context in which gradients, groups and options are those of the call to `step`."""
         gradients = {parameter: parameter.grad for parameter in self._gradients}
-        groups = self.param_groups
-        options = [dict(group) for group in groups]
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
-        for group, before in zip(groups, self._options, strict=False):
+        groups_now = [list(optimizer.param_groups) for optimizer in self.optimizers]
+        self._set_groups(self._groups)
+        groups = self.param_groups
+        options = [dict(group) for group in groups]
+        for group, before in zip(groups, self._options, strict=True):
             group.update(before)
         yield
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         for group, now in zip(groups, options, strict=True):
             group.update(now)
+        self._set_groups(groups_now)
+
+    def _set_groups(self, groups: Sequence[list[dict[str, Any]]]) -> None:
+        for optimizer, own in zip(self.optimizers, groups, strict=True):
+            optimizer.param_groups[:] = own
+
+
+def _frozen(option: Any) -> Any:
+    """Returns an option of a parameter group, or its list of parameters, as later changes in place leave it."""
+    return option.clone() if isinstance(option, Tensor) else list(option) if isinstance(option, list) else option
+
+
+def _why_not(pipeline: AttachedPipeline, optimizers: Sequence[Optimizer]) -> str:
+    """Returns why a step of this rank cannot be undone by arithmetic; empty if it can."""
+    if pipeline.counted_elsewhere:
+        return "rounding would make shared parameters differ, of which only some ranks undo a step by arithmetic"
+    return next(filter(None, map(why_not, optimizers)), "")
 
 
 def _with_overwritten_gradients(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:

@@ -22,30 +22,28 @@ class ByFormula:
         self._undo = _UNDO[type(optimizer)]
         self._optimizer = optimizer
         self._was_new: dict[Tensor, bool] = {}
-        self._groups: list[dict[str, Any]] = []
 
     def save(self) -> None:
-        """Records which parameters have no state yet, and the options of this step."""
+        """Records which parameters have no state yet."""
         state = self._optimizer.state
         self._was_new = {p: not any(isinstance(value, Tensor) for value in state.get(p, {}).values()) for _, p in self._stepped()}
-        self._groups = [{name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups]
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restores parameters and state from before the step, up to rounding. Gradients must be those of the step."""
-        for number, parameter in self._stepped():
-            group, state = self._groups[number], self._optimizer.state[parameter]
+        """Restores parameters and state from before the step, up to rounding. Gradients and options must be those of the step."""
+        for group, parameter in self._stepped():
+            state = self._optimizer.state[parameter]
             assert parameter.grad is not None
             self._undo(parameter, -parameter.grad if group["maximize"] else parameter.grad, state, group, self._was_new[parameter])
             if self._was_new[parameter]:
                 del self._optimizer.state[parameter]
 
-    def _stepped(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields the parameters that a step changes, each with the number of its group."""
-        for number, group in enumerate(self._optimizer.param_groups):
+    def _stepped(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Yields the parameters that a step changes, each with its group."""
+        for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    yield number, parameter
+                    yield group, parameter
 
 
 def why_not(optimizer: Optimizer) -> str:
