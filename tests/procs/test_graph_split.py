@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,33 @@ def test_every_kind_of_input_has_its_trace() -> None:
         module(x).sum().backward()
         assert all(torch.equal(a, p.grad) for a, p in zip(mine, module.parameters(), strict=True) if a is not None and p.grad is not None)
     assert len(stage.splitter.traces) == 3
+
+
+class NormOfTransposed(nn.Module):
+    """On the CPU, the result of this batch norm has other strides than in tracing."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4).train(training)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.norm(x.mT).mT)
+        return y
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_kernel_may_give_other_strides_than_in_tracing(training: bool) -> None:
+    whole = NormOfTransposed(training).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    stage = make_stage("graph", deepcopy(whole), 1)
+    (y,) = stage.forward(0, (x.detach().requires_grad_(),))
+    (gradient,) = stage.backward(0, (torch.ones_like(y),))
+    stage.weight(0)
+    whole(x).sum().backward()
+    torch.testing.assert_close(gradient, x.grad, rtol=1e-12, atol=1e-14)
+    for mine, theirs in zip(stage.module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
 
 class Counting(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import CodeGen
@@ -83,6 +84,12 @@ class GeneralPart:
 
 
 def _node_by_node(graph: fx.GraphModule) -> Part:
+    """Returns a function that runs `graph` by torch's own kernels.
+
+    Some of them give other strides than in tracing, such as batch norm of a transposed input. So a view may have to copy.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
     run: Part = graph.forward
