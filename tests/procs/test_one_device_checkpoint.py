@@ -57,6 +57,31 @@ def goes_on_alone(path: str, until: int = 6) -> list[float]:
     return train_alone(model, optimizer, range(extra["seen"], until))
 
 
+def test_groups_get_all_saved_options_and_keep_the_names_of_their_own_parameters(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.param_groups[0]["label"] = "all"
+    optimizer.step()
+    scheduler.step()
+    zb.save(tmp_path / "last", model, optimizer)
+    own = [{"params": list(layer.named_parameters(prefix=f"layer {number}"))} for number, layer in enumerate(model)]
+    loaded = torch.optim.SGD(own, lr=0.1)
+    zb.load(tmp_path / "last", model, loaded)
+    for number, group in enumerate(loaded.param_groups):
+        assert (group["lr"], group["initial_lr"], group["label"]) == (0.2, 0.4, "all")
+        assert group["param_names"] == [f"layer {number}.weight", f"layer {number}.bias"]
+
+
+def test_a_state_that_belongs_to_no_parameter_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["calls"] = {"number": 3}
+    with raises(zb.InputError, optimizer="SGD", name="'calls'"):
+        zb.save(tmp_path / "last", model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.long
 def test_one_device_goes_on_from_a_pipeline(world: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "last")

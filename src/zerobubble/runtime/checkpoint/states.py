@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from zerobubble.errors import InputError, with_article
 from zerobubble.runtime.values.random_state import RandomState, RandomStates
 
+_OF_RANK = frozenset({"params", "param_names"})
+"""The entries of a parameter group that list its parameters, of which each rank has others. All others are options."""
+
 
 class ParameterState(NamedTuple):
     """The state of an optimizer for a parameter: tensors and other values; the options of its group; the class of the optimizer."""
@@ -24,10 +27,18 @@ class ParameterState(NamedTuple):
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, ParameterState]:
-    """Returns the state of each parameter of `optimizers`. Raises `InputError` for options that are neither numbers nor text."""
+    """Returns the state of each parameter of `optimizers`.
+
+    Raises `InputError` for options that are neither numbers nor text, and for a state that belongs to no parameter.
+    """
     found = {}
+    for optimizer in optimizers:
+        shared = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        if shared:
+            message = "{optimizer} has a state {name!r} that belongs to no parameter, and a checkpoint holds those of parameters"
+            raise InputError(message, optimizer=type(optimizer).__name__, name=shared[0], remedy="keep it in the options of its groups")
     for optimizer, group in groups_of(optimizers):
-        options = {name: _plain(name, value) for name, value in group.items() if name != "params"}
+        options = {name: _plain(name, value) for name, value in group.items() if name not in _OF_RANK}
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -63,8 +74,8 @@ class OptimizerState:
         groups, first = [], 0
         for group in optimizer.param_groups:
             saved = next((states[parameter].options for parameter in group["params"] if parameter in states), {})
-            kept = {name: _like(value, saved[name]) if name in saved else value for name, value in group.items() if name != "params"}
-            groups.append({**kept, "params": list(range(first, first + len(group["params"])))})
+            loaded = {name: _like(group.get(name), value) for name, value in saved.items() if name not in _OF_RANK}
+            groups.append({**group, **loaded, "params": list(range(first, first + len(group["params"])))})
             first += len(group["params"])
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
