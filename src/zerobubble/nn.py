@@ -85,7 +85,7 @@ class Deferral:
         """
         if self._work is None or not self._work.can_defer(ctx):
             return gradient(*held)
-        weight = self._weight
+        weight, gradients = self._weight, self._work.context.gradients
 
         def checked(*detached: Tensor) -> Tensor:
             found = gradient(*detached)
@@ -96,7 +96,8 @@ class Deferral:
                     expected=str(tuple(weight.shape)),
                     got=str(tuple(found.shape)),
                 )
-            return found
+            # W keeps a first gradient as the sum, which later microbatches change: it must not be the memory of dy or of another gradient.
+            return found.clone() if gradients.get(weight) is None else found
 
         self._work.defer(weight, checked, *held)
         return None

@@ -33,6 +33,19 @@ class Product(torch.autograd.Function):
         return ctx.deferral(ctx, lambda x, dy: x.mT @ dy, flat_x, flat_dy), dy @ weight.mT
 
 
+class Shifted(torch.autograd.Function):
+    """x + weight. The gradient of the weight is that of the output, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.deferral = zb.nn.deferral(weight)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+        return ctx.deferral(ctx, lambda dy: dy, dy), dy
+
+
 class Forgetful(Product):
     """Defers a gradient that is right only when computed at once."""
 
@@ -47,6 +60,11 @@ class Forgetful(Product):
 
 def layer(m: Any, x: Tensor) -> Tensor:
     y: Tensor = m.last(torch.tanh(Product.apply(m.weight, x)))
+    return y
+
+
+def shifted_twice(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.last(x + Shifted.apply(m.other, Shifted.apply(m.weight, x.mean((0, 1)))))
     return y
 
 
@@ -65,6 +83,9 @@ def hooked() -> nn.Module:
 
 KINDS = {
     "in a stage": Kind(lambda: Way(layer, weight=parameter(D, D), last=lin())),
+    "gradients in one memory": Kind(
+        lambda: Way(shifted_twice, weight=parameter(D), other=parameter(D), last=lin()),
+    ),
     "in a checkpoint": Kind(lambda: checkpointed(Way(layer, weight=parameter(D, D), last=lin()))),
     "gradient within": Kind(lambda: Way(steered, weight=parameter(D, D), last=lin())),
     "gradient within, in a checkpoint": Kind(lambda: checkpointed(Way(steered, weight=parameter(D, D), last=lin()))),
