@@ -78,6 +78,18 @@ def test_a_type_that_cannot_hold_a_gradient_is_refused(world: Ranks) -> None:
         states(result, "main_grad", "torch.int32")
 
 
+def complex_parameter(group: Any) -> str:
+    module = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(zb.InputError) as found:
+        zb.Pipeline(module, "1f1b", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32)
+    return str(found.value)
+
+
+def test_complex_parameters_are_refused(world: Ranks) -> None:
+    for result in world.run(complex_parameter, ranks=2):
+        states(result, "weight", "torch.float32")
+
+
 def post_validated(group: Any) -> str:
     with zb.Pipeline(half, "zb-h1", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32) as pipe:
         with pytest.raises((zb.InputError, zb.PipelineError)) as found:

@@ -43,7 +43,8 @@ class Stages:
     """The modules of this rank, which are on one `device`, and how their backward passes are split.
 
     `heads` are their parts of a divided head. With `cuda_graphs`, traced stages replay their passes as CUDA graphs. `levels` define what R
-    recomputes. Raises `InputError` for modules on several devices, for an unknown way, and for CUDA graphs of stages that are not traced.
+    recomputes. Raises `InputError` for modules on several devices, for an unknown way, for CUDA graphs of stages that are not traced, and
+    for complex parameters with `main_grad`.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Stages:
             raise InputError(
                 "cuda_graphs needs traced stages, but {ways}", ways=ways, remedy="give split='graph' or 'compiled', or leave it out"
             )
+        for index, module in modules.items():
+            gradients.refuse_complex(index, module)
         self._cuda_graphs = cuda_graphs
         self._gradients = gradients
         self._traced: dict[int, Stage] = {}

@@ -30,6 +30,13 @@ class Gradients:
         self.dtype = dtype
         self._name = "grad" if dtype is None else "main_grad"
 
+    def refuse_complex(self, stage: int, module: nn.Module) -> None:
+        """Raises `InputError` if a stage has a complex parameter, whose gradient `main_grad` would cut to its real part."""
+        found = next((name for name, parameter in module.named_parameters() if parameter.is_complex()), None)
+        if self.dtype is not None and found is not None:
+            message = "main_grad={dtype} cannot hold the gradient of {parameter} of stage {stage}, which is complex"
+            raise InputError(message, dtype=str(self.dtype), parameter=found, stage=stage, remedy="leave main_grad out")
+
     def get(self, parameter: Tensor) -> Tensor | None:
         """Returns the gradient summed so far, None without any."""
         found: Tensor | None = getattr(parameter, self._name, None)
