@@ -36,6 +36,33 @@ def test_a_method_that_only_one_rank_calls_is_named(world: Ranks) -> None:
     states(world.run(describe_on_one_rank, ranks=2)[0], "rank 1", "`describe`")
 
 
+class Forward(nn.Module):
+    """Differentiates in forward mode, whose zeros have no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, tangent = torch.func.jvp(lambda z: self.linear(z).tanh(), (x,), (torch.ones_like(x),))
+        return x + y + tangent
+
+
+def measured(group: Any) -> tuple[float, float]:
+    x = torch.ones(4, 4)
+    with zb.Pipeline(lambda stage, _: Forward(), "zb-h1", 2, nn.functional.mse_loss, group=group) as pipe:
+        pipe.metering = True
+        pipe.step(x, x)
+        costs = pipe.profile(x, x, steps=1)
+        return costs.held_after_f[pipe.rank], len(pipe.describe(x, x))
+
+
+def test_forward_mode_differentiation_is_measured(world: Ranks) -> None:
+    for held, num_reports in world.run(measured, ranks=2):
+        assert held > 0
+        assert num_reports == 2
+
+
 def test_the_text_of_a_report_has_a_line_for_each_reason() -> None:
     vectors = tuple(InB(f"{n}.bias", "a reason of its own", "Linear" if n % 2 else "LayerNorm") for n in range(49))
     blocks = tuple(InB(f"blocks.{n}.conv", "gradients of Conv cannot be deferred") for n in range(6))

@@ -147,6 +147,8 @@ _PARTS = {
 
 def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
     """Returns the storages that hold `tensor`; none if torch does not expose them."""
+    if tensor._is_zerotensor():  # zeros without memory, which forward-mode differentiation makes
+        return ()
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return (tensor.untyped_storage(),)
     if tensor.layout in _PARTS:
@@ -161,7 +163,7 @@ def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
     """Returns the addresses of the storages of `tensors`. Tensors that share memory share an address."""
     addresses = set()
     for tensor in tensors:
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly all tensors; each B calls this for all that it keeps
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor._is_zerotensor():  # nearly all; each B calls this
             addresses.add(tensor.untyped_storage().data_ptr())
         else:
             addresses.update(storage.data_ptr() for storage in storages_of(tensor))
