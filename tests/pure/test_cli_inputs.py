@@ -217,3 +217,36 @@ def test_an_output_that_cannot_be_written_is_refused_first(arguments: str, tmp_p
     result = CliRunner().invoke(main, [*arguments.split(), str(tmp_path / "none" / ("x.svg" if "svg" in arguments else "x.json"))])
     assert result.exit_code == 2
     assert "none" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--held", "nan"], "--held"),
+        (["--what-if", "nan"], "--what-if"),
+        (["--head", "1,1,1", "--head-slowdown", "nan"], "--head-slowdown"),
+        (["--weights", "1GB", "--within", "nan"], "--within"),
+        (["--microbatch-costs", ""], "--microbatch-costs"),
+        (["--links", ""], "--links"),
+        (["--layers", ""], "path"),
+        (["--costs", ""], "path"),
+        (["--layers", "none.json"], "none.json"),
+    ],
+)
+def test_an_option_without_a_usable_value_is_named(arguments: list[str], named: str) -> None:
+    Path("none.json").write_text('{"format": "zerobubble layers 1", "layers": []}')
+    states(refused("plan", "-p", "2", "-m", "4", "--evaluations", "0", *arguments, "-o", "new.json"), named)
+    assert not Path("new.json").exists()
+
+
+def test_a_front_ignores_nothing_that_costs_time() -> None:
+    save_plan(zb.plan(WORK, 4, placements="linear", shares=(1, 2, 1, 4), evaluations=0), "unequal.json")
+    Path("head.json").write_text(dumps(MEASURED.with_divided_head((1, 1, 1))))
+    Path("shares.json").write_text(dumps(replace(MEASURED, shares=(1, 2, 1))))
+    states(refused("pareto", "--costs", "unequal.json"), "unequal.json", "pareto", "microbatches")
+    states(refused("pareto", "-m", "3", "--costs", "head.json"), "head.json", "pareto", "head")
+    states(refused("pareto", "-m", "3", "--costs", "shares.json"), "shares.json", "pareto", "microbatches")
+
+
+def test_a_block_needs_a_microbatch() -> None:
+    states(refused("block", "v-half", "--ranks", "2", "--microbatches", "0"), "--microbatches", 0)

@@ -15,8 +15,10 @@ from benchmarks.axes.judge import judged, least_time
 from tests.thinned import every_of
 from zerobubble import Costs, Kind, Limits, Placement
 from zerobubble.bounds import lower_bounds
-from zerobubble.planning import Problem, Workload
+from zerobubble.planning import Problem, Workload, plan
+from zerobubble.planning.pareto import pareto
 from zerobubble.planning.problem.recomputation import Recomputation
+from zerobubble.planning.table import SPLIT
 from zerobubble.units import NS_PER_MS
 
 
@@ -136,3 +138,12 @@ def test_no_order_beats_the_bound_with_recomputation_and_the_price_of_splitting(
         problem = zb.planning.Problem(Placement.linear(2), 1, costs, Limits((99, 99)), objective, recomputation=again)
         given = zb.planning.Plan.from_schedule(problem, problem.bound(), schedule, 0.0, "given")
         assert given.bound.time <= least_time(given, chains)
+
+
+def test_the_table_says_how_split_backward_passes_count() -> None:
+    """The bubble of a plan counts the work of fused passes, so `show` has a smaller one for a plan that splits some."""
+    work = Workload.uniform(2, (10, 10, 8), fused=15)
+    found, plain = (plan(each, 4, 2, placements="linear", evaluations=0) for each in (work, replace(work, fused=())))
+    assert SPLIT.strip() in " ".join(str(found).split())
+    assert SPLIT.strip() not in " ".join(str(plain).split())
+    assert SPLIT.strip() in " ".join(str(pareto(work, 4, [2], placements="linear", evaluations=0)).split())

@@ -28,6 +28,7 @@ from zerobubble.planning.head_plan import HeadOption, HeadSavings
 from zerobubble.planning.problem.workload import RANK_BYTES
 from zerobubble.schedules import with_vocabulary
 from zerobubble.simulation import peak_memory
+from zerobubble.units import show_percent
 
 WORK = Workload.uniform(4, times=(10, 10, 8), comm=0.3)
 HEAD = (12.0, 12.0, 12.0)
@@ -412,3 +413,13 @@ def test_a_whole_head_is_no_part_of_the_microbatches_that_memory_is_counted_in(t
     itself, other = json.loads(run("compare", file, "zb-v", "--json"))
     assert itself["peak_microbatches"] == peak
     assert other["peak_microbatches"] == max(peak_memory(make("zb-v", 4, 8), solved.problem.costs)) / RANK_BYTES == 4.5
+
+
+def test_the_note_of_a_head_has_the_gap_of_its_row() -> None:
+    """With offload, the table has a row for each choice: its gap is that over the bound of its placement, not of all."""
+    work, host = zb.Workload.uniform(2, (10, 9, 5)), zb.offload.HostLink(1e9, 1e9)
+    found = zb.plan(work, 4, 1.2, placements=["linear", "vee"], head=Head((0, 2, 2), slowdown=1.2), host=host, evaluations=0)
+    for choice in found.choices:
+        assert choice.plan.gap is not None
+        assert show_percent(choice.plan.gap) in choice.note
+        assert choice.plan.bound.reason in choice.note

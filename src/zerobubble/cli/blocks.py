@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import click
 from rich.table import Table
 
+from zerobubble.arguments import wrong
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.cli.inputs.files import is_file, read_text, require_size
 from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, misfit, option, option_group, output_file, picture_options
@@ -54,6 +55,8 @@ def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str 
     """
     made = _find(name, options.ranks)
     count = 3 * made.placement.num_ranks if options.microbatches is None else options.microbatches
+    if count < 1:
+        raise wrong("--microbatches", count, "at least 1")
     require_size(name, 3 * made.placement.num_stages * count)
     steps = four_steps(made, count, options.memory, keep_steady_phase=not options.reorder_steady)
     for file, text in ((pictures.svg, block_svg), (pictures.html, block_html)):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from zerobubble.cli.inputs.options import json_option
+from zerobubble.cli.inputs.options import NumberRange, json_option
 from zerobubble.cost_model.gpus import ATTENTION_OVERHEAD, ATTENTION_TOKENS, GPU
 from zerobubble.errors import InputError
 from zerobubble.units import counted, show_bytes
@@ -70,7 +70,7 @@ class Finding:
 
 @click.command("doctor", short_help="Check whether this machine can train.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="SECONDS", help="The longest to wait for the two ranks."
+    "--timeout", type=NumberRange(min=0, min_open=True), default=60.0, metavar="SECONDS", help="The longest to wait for the two ranks."
 )
 @click.option("--gpu", "asks_gpu", is_flag=True, help="Also report what keeps ranks from exchanging messages between GPUs over NCCL.")
 @click.option(

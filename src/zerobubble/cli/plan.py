@@ -25,6 +25,7 @@ from zerobubble.cli.inputs.options import (
     SHARDED,
     WORK,
     Bytes,
+    NumberRange,
     PictureFiles,
     SectionedCommand,
     UnequalMicrobatches,
@@ -71,7 +72,7 @@ from zerobubble.planning.problem.workload import limits_for
 from zerobubble.units import show_bytes, show_percent, show_range
 from zerobubble.whole_files import write_text
 
-_PERCENT = click.FloatRange(0, 100, min_open=True, max_open=True)
+_PERCENT = NumberRange(0, 100, min_open=True, max_open=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
     within: float = option(
         "--within",
         section=SHARDED,
-        type=click.FloatRange(0, 100),
+        type=NumberRange(0, 100),
         default=2.0,
         metavar="PERCENT",
         help="How much longer than the fastest plan the winner may take to gather less.",
@@ -249,7 +250,7 @@ def _answer(
     work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions, gpu: str | None
 ) -> Answer:
     """Plans for layers, stages or ranks, with all axes of the options or the plan file."""
-    file = options.layers or options.source
+    file = options.source if options.layers is None else options.layers
     if file is not None:
         _refuse_pairs({}, search, options, sharded, file)
         head.require_times()

@@ -12,6 +12,7 @@ from textwrap import fill
 from typing import Any, TypeVar
 
 from zerobubble.bounds import Bound, Bounds
+from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.costs import Costs, Level, Limits
 from zerobubble.display import WIDEST, Displayed, clipped
 from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
@@ -235,7 +236,9 @@ class Plan(Displayed):
     def comparison(self) -> str:
         """The choices as a table, with the reasons."""
         lines = [Line(choice.name, choice.plan.cells, choice.note, choice.is_result) for choice in self.choices]
-        return comparison_table(lines, self.problem.objective, recompute=self.choices[0].plan.problem.recomputation is not None)
+        best = self.choices[0].plan.problem
+        recompute, fused = best.recomputation is not None, fusing_saves(best.costs)
+        return comparison_table(lines, self.problem.objective, recompute=recompute, fused=fused)
 
     @property
     def cells(self) -> tuple[str, ...]:

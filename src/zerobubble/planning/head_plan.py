@@ -59,7 +59,8 @@ class HeadOption(NamedTuple):
 
     @property
     def note(self) -> str:
-        return f"a {self.plan.problem.objective} {show_percent(self.gap)} over its bound: {self.bound.reason}"
+        gap = _over(self.time, self.plan.bound)  # that of its placement, as everywhere in the choices of a plan
+        return f"a {self.plan.problem.objective} {show_percent(gap)} over its bound: {self.plan.bound.reason}"
 
     @property
     def peak_microbatches(self) -> float:

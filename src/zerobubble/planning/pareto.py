@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from textwrap import fill
 
+from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
@@ -16,7 +17,7 @@ from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import published_schedules
-from zerobubble.planning.table import NOTE_WIDTH, STEPS, aligned
+from zerobubble.planning.table import NOTE_WIDTH, SPLIT, STEPS, aligned
 from zerobubble.units import show_ms, show_percent
 
 
@@ -60,6 +61,7 @@ class Front:
     def __str__(self) -> str:
         objective = self.points[0].plan.problem.objective.value
         legend = LEGEND.format(title=objective.capitalize(), steps=STEPS[objective])
+        legend += SPLIT if fusing_saves(self.points[0].plan.costs) else ""
         notes = [fill(legend, NOTE_WIDTH), *(["", CUT_SHORT] if self.interrupted else [])]
         return "\n".join([*aligned([self.titles, *self.rows()], left=(1, 7)), "", *notes])
 

@@ -10,6 +10,7 @@ NOTE_WIDTH = 118
 """Width of the notes under a table, in columns."""
 
 RECOMPUTE = " Recomputed forwards count as idle."
+SPLIT = " The time that splitting a backward pass adds counts as idle."
 LEGEND = (
     "{title}: the time per step if {steps}. Bubble: its idle share. Bound: no schedule on the placement has a smaller bubble. Over bound: "
     "how much longer the {objective} is than with that bubble. Peak: microbatches held by a rank."
@@ -38,10 +39,10 @@ class Line(NamedTuple):
     is_result: bool
 
 
-def comparison_table(lines: Sequence[Line], objective: str, *, recompute: bool) -> str:
+def comparison_table(lines: Sequence[Line], objective: str, *, recompute: bool, fused: bool) -> str:
     """A row for each placement, results of a search before the rest, then the notes.
 
-    With `recompute` the legend says how recomputed forwards count.
+    The legend says how recomputed forwards count with `recompute`, and how split backward passes count if a BW is shorter (`fused`).
     """
     results, rest = [each for each in lines if each.is_result], [each for each in lines if not each.is_result]
     if lines[0] in rest:  # the winner is no result, so neither is anything else
@@ -50,7 +51,8 @@ def comparison_table(lines: Sequence[Line], objective: str, *, recompute: bool) 
     between = ["", NOT_SEARCHED] if rest else []
     width = max(len(each.name) for each in lines)
     paragraphs = [fill(f"{each.name.ljust(width)}  {each.note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for each in lines]
-    legend = LEGEND.format(title=objective.capitalize(), objective=objective, steps=STEPS[objective]) + (RECOMPUTE if recompute else "")
+    legend = LEGEND.format(title=objective.capitalize(), objective=objective, steps=STEPS[objective])
+    legend += (RECOMPUTE if recompute else "") + (SPLIT if fused else "")
     legend = fill(legend + ("" if lines[0].is_result else NONE_SEARCHED), NOTE_WIDTH)
     return "\n".join([head, *rows[: len(results)], *between, *rows[len(results) :], "", legend, "", *paragraphs])
 

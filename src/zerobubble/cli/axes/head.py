@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import click
 
-from zerobubble.cli.inputs.options import HEAD, Times, given_flags, if_given, milliseconds, option, option_group, three_times
+from zerobubble.cli.inputs.options import HEAD, NumberRange, Times, given_flags, if_given, milliseconds, option, option_group, three_times
 from zerobubble.cli.inputs.problem import Question
 from zerobubble.cli.inputs.schedule_and_costs import Given
 from zerobubble.costs import Costs
@@ -29,14 +29,14 @@ class HeadOptions:
     )
     head_held: float = option(
         "--head-held",
-        type=click.FloatRange(0, 1000),
+        type=NumberRange(0, 1000),
         default=0.0,
         metavar="X",
         help="Memory of the head, relative to the activations of the last rank.",
     )
     head_slowdown: float = option(
         "--head-slowdown",
-        type=click.FloatRange(1, 1000),
+        type=NumberRange(1, 1000),
         default=1.0,
         metavar="X",
         help="Time of a rank's part of the divided head, relative to an even share; published values are 1.07 to 1.32.",

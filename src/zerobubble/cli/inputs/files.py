@@ -108,6 +108,8 @@ def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
 
 def read_text(file: str) -> str:
     """Reads all of `file`; `-` is stdin. Raises `InputError` if it cannot be read or is not text."""
+    if not file:
+        raise InputError("cannot read a file with an empty name", remedy="give its path")
     try:
         with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as opened:
             data = read_whole(opened, MOST_BYTES)

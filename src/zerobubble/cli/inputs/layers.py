@@ -47,11 +47,14 @@ def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False
 def _layers(data: Any, comm: float, held: float, need_bytes: bool) -> tuple[Layer, ...]:
     if isinstance(data, list) and need_bytes:
         raise ParseError("a list of times has no bytes", remedy="give --memory in microbatches, or the JSON form of layers")
-    if isinstance(data, list):
-        return tuple(_from_times(number, row, comm, held) for number, row in enumerate(data))
-    if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
+    is_form = isinstance(data, dict) and isinstance(data.get("layers"), list)
+    if not is_form and not isinstance(data, list):
         raise ParseError("give a list with [F, B, W] in ms per layer, or the JSON form of layers")
-    return tuple(_from_form(number, layer) for number, layer in enumerate(data["layers"]))
+    if not (rows := data["layers"] if is_form else data):
+        raise ParseError("it has no layers", remedy="give at least one for each stage")
+    if is_form:
+        return tuple(_from_form(number, layer) for number, layer in enumerate(rows))
+    return tuple(_from_times(number, row, comm, held) for number, row in enumerate(rows))
 
 
 def _from_times(number: int, row: Any, comm: float, held: float) -> Layer:

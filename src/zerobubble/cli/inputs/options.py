@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
+from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,6 +84,16 @@ def option_group(kind: type[Any], name: str, section: str = "") -> Callable[[Com
     return decorate
 
 
+class NumberRange(click.FloatRange):
+    """A number in a range. Unlike click's own range, it excludes nan."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 def milliseconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     """Reads a time in ms or with a unit."""
     return _time(ctx, param, value, "ms", MOST_MS)
@@ -111,7 +122,7 @@ def three_times(ctx: click.Context, param: click.Parameter, value: str) -> Times
 def numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:
     """Reads numbers separated by commas; empty if not given."""
     try:
-        return tuple(map(float, value.split(","))) if value else ()
+        return () if value is None else tuple(map(float, value.split(",")))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers, such as 1,4,1,1", ctx, param) from None
 
@@ -283,7 +294,7 @@ class EqualCosts(PassTimes):
 
     held: float = option(
         "--held",
-        type=click.FloatRange(0, 1000),
+        type=NumberRange(0, 1000),
         default=1.0,
         metavar="X",
         help="Memory held from B to W, relative to that from F to B.",

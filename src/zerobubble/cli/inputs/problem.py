@@ -30,6 +30,7 @@ from zerobubble.ir import Placement
 from zerobubble.planning import Objective, Plan, Problem, Workload
 from zerobubble.planning.competition import has_ample_memory
 from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
+from zerobubble.planning.problem.head import has_parts
 
 _COLUMNS = ("forward", "backward", "weight")
 
@@ -149,6 +150,7 @@ def _of_stages(command: str, work: WorkOptions, search: SearchOptions, costs: Co
     placement = _measured_placement(work, search, costs) if costs.placement is not None else _named_placement(work, search, costs)
     _, microbatches = require_shape(command, placement.num_ranks, work.microbatches)
     require_size("a plan", 3 * placement.num_stages * microbatches)
+    _refuse_axes(command, f"{work.costs_file} has costs", {"a divided head": has_parts(costs), _UNEQUAL: bool(costs.shares)})
     name = search.placement if search.placement != ANY else placement.name
     _require_layers(name, placement, search.num_layers)
     return Question(costs, microbatches, {name: placement})
@@ -190,17 +192,28 @@ def _named_placement(work: WorkOptions, search: SearchOptions, costs: Costs) -> 
     return family(name, ranks)
 
 
-def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Problem) -> Question:
-    """The problem of a plan, with the options replacing its parts. Limits that never bind are dropped."""
-    if (problem.head is not None or problem.host is not None) and command != "plan":
-        what = "a head" if problem.host is None else "offload"
+_UNEQUAL = "microbatches of unequal cost"
+
+
+def _refuse_axes(command: str, file: str, has: dict[str, bool]) -> None:
+    """Raises `InputError` for anything that a file has and only `plan` can plan."""
+    if command != "plan" and (what := [name for name, is_there in has.items() if is_there]):
         raise InputError(
-            "{costs_file} is a plan with {what}, which {command} does not support",
-            costs_file=work.costs_file,
-            what=what,
+            "{file} with {what}, which {command} does not support",
+            file=file,
+            what=" and ".join(what),
             command=command,
             remedy="give --times or --per-rank instead",
         )
+
+
+def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Problem) -> Question:
+    """The problem of a plan, with the options replacing its parts. Limits that never bind are dropped."""
+    _refuse_axes(
+        command,
+        f"{work.costs_file} is a plan",
+        {"offload": problem.host is not None, "a head": problem.head is not None, _UNEQUAL: bool(problem.costs.shares)},
+    )
     ranks = problem.placement.num_ranks
     if work.ranks not in (None, ranks):
         raise misfit("--ranks", work.ranks, f"{work.costs_file}, a plan for {ranks} ranks")
