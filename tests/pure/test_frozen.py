@@ -134,3 +134,26 @@ def test_the_command_line_plans_forwards_alone(tmp_path: Path) -> None:
         for verb in (["show", saved, "--json"], ["check", saved], ["plan", "--costs", saved, "--evaluations", "0"]):
             again = CliRunner().invoke(main, verb)
             assert again.exit_code == 0, again.output
+
+
+NO_TIME: dict[str, dict[str, Any]] = {
+    "BW": {"work": zb.Workload.uniform(2, (10, 10, 8), fused=0), "shares": (1, 2, 1, 1)},
+    "BW, recomputed": {"work": zb.Workload.uniform(2, (10, 10, 8), fused=0), "recompute": "auto"},
+    "a share of 1 ns": {"work": zb.Workload.uniform(2, (1e-5, 1e-6, 1e-6)), "placements": "vee"},
+    "short microbatches": {"work": zb.Workload.uniform(2, (1e-5, 1e-6, 1e-6)), "shares": (0.3, 0.4, 0.2, 1)},
+    "fast ranks": {"work": [Layer(MS, 100, 100, 10, 5)] * 6, "placements": Placement.linear(2), "speeds": (1e6, 1e6)},
+    "stages below a head": {"work": zb.Workload.uniform(2, (10, 0, 0)), "head": Head((1, 1, 1))},
+    "layers below a head": {"work": ENCODER, "placements": Placement.linear(2), "head": Head((1, 1, 1))},
+}
+
+
+@pytest.mark.parametrize("what", NO_TIME)
+def test_training_has_backward_passes_even_if_they_take_no_time(what: str) -> None:
+    asked = NO_TIME[what] | {"evaluations": 20}
+    found = zb.plan(num_microbatches=4, memory=None, **({"placements": "linear"} | asked))
+    assert not found.schedule.is_forward_only
+    assert not zb.schedule_faults(found.schedule)
+    assert found.time is not None
+    assert found.bound.time <= found.time
+    read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert (read.problem, read.time) == (found.problem, found.time)

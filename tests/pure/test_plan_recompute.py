@@ -507,3 +507,13 @@ def test_the_page_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> N
     for command in commands:
         short = command if "--evaluations" in command else f"{command} --evaluations 100"
         assert run(*shlex.split(short)).exit_code == 0, command
+
+
+@pytest.mark.parametrize(("mode", "memory"), [("full", 1), ("full", 2), ("auto", 0.6)])
+def test_passes_that_overlap_are_planned_with_recomputation(mode: str, memory: float) -> None:
+    """The bound shortens F by what overlapped passes hide, and with it R."""
+    costs = Costs.uniform(4, (10, 10, 8), comm=1, overlap=20, stages_per_rank=2)
+    found = zb.plan(costs, 4, memory, placements=Placement.vee(2), recompute=mode, evaluations=60)
+    assert not schedule_faults(found.schedule)
+    assert found.time is not None
+    assert found.bound.time <= found.time

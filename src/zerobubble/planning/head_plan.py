@@ -178,6 +178,7 @@ def plan_head(
     never slower than the best plan with a whole head. If nothing fits, it has no schedule, and a reason.
     """
     started, searches = perf_counter(), _Searches(search, seed)
+    stages = {name: replace(problem, trains=True) for name, problem in stages.items()}  # the head has a backward pass
     whole = {name: head_parts.whole(problem) for name, problem in stages.items()}
     divided = {name: head_parts.divided(problem) for name, problem in stages.items()}
     limited = not all(has_ample_memory(problem) for problem in stages.values())
@@ -256,7 +257,7 @@ def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[H
 def _with_costs(stages: Problem, costs: Costs, head: Head) -> Problem:
     """The problem with the head in its costs; ample limits stay ample."""
     limits = ample_limits(stages.placement, costs, stages.num_microbatches) if has_ample_memory(stages) else stages.limits
-    return replace(stages, costs=costs, limits=limits, head=head)
+    return replace(stages, costs=costs, limits=limits, head=head, trains=False)
 
 
 class _Searches:

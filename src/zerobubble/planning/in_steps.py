@@ -65,7 +65,7 @@ def one_pass_problems(problem: Problem) -> Iterator[Problem]:
 
 
 def _with_costs(problem: Problem, costs: Costs) -> Problem:
-    return replace(problem, costs=costs, workload=None, cut=None)
+    return replace(problem, costs=costs, workload=None, cut=None, trains=True)
 
 
 def _searched(name: str, problem: Problem, budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Attempt:

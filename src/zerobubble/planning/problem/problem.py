@@ -83,7 +83,8 @@ class Problem(Displayed):
     these changes the answer. With `sharded` weights, `zb.plan` chooses among the shortest by their gathers. With `recomputation`, the costs
     have the columns of the levels that the stages have, and bounds hold for all levels that they may have. With a `head`, the costs include
     it, whole in the last stage or divided over the ranks. With a link to the `host`, ranks may offload waiting activations, and bounds hold
-    for any memory. Raises `InputError` for parts that do not match, and for a placement of several routes.
+    for any memory. With `trains`, there are backward passes even if none takes time, which otherwise means inference: the searches set it
+    for problems that stand for another. Raises `InputError` for parts that do not match, and for a placement of several routes.
 
     >>> import zerobubble as zb
     >>> zb.planning.Problem(zb.Placement.vee(4), 8, zb.Costs.uniform(8), zb.Limits((8_000_000,) * 4))
@@ -103,6 +104,7 @@ class Problem(Displayed):
     head: Head | None = None
     host: HostLink | None = None
     cut: LayerCut | None = None
+    trains: bool = False
 
     def __post_init__(self) -> None:
         for name, wanted in _PARTS.items():
@@ -205,7 +207,8 @@ class Problem(Displayed):
     @property
     def is_forward_only(self) -> bool:
         """Whether only forwards take time: the schedule then has no other passes, as for inference."""
-        return self.head is None and is_forward_only(self.costs)
+        work = self.workload or (self.costs if self.cut is None else self.cut.layers)  # the costs of stages may round to 0
+        return self.head is None and not self.trains and is_forward_only(work)
 
     @property
     def plans_steps(self) -> bool:
@@ -221,7 +224,10 @@ class Problem(Displayed):
         """
         if not saves_time(self.costs):
             return self
-        ways = [replace(self, costs=each, workload=None, cut=None) for each in without_savings(self.placement, self.costs)]
+        costs = without_savings(self.placement, self.costs)
+        if self.recomputation is not None:  # a shorter F has a shorter R, and the times of R follow from the levels
+            costs = [each.with_recompute(self.recomputation.chosen) for each in costs]
+        ways = [replace(self, costs=each, workload=None, cut=None, trains=True) for each in costs]
         return max(ways, key=lambda way: way.bound().time) if len(ways) > 1 else ways[0]
 
     @property

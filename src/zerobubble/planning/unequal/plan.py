@@ -36,7 +36,7 @@ def with_equal_microbatches(problem: Problem, levels: Sequence[Level] = ()) -> P
         kept = [[each.with_recompute(level).column("held_input")[stage] for level in levels] for each in (problem.costs, costs)]
         more = max((round(own * max(shares)) - here for own, here in zip(*kept, strict=True)), default=0)
         memory[rank] = max(1, memory[rank] - problem.num_microbatches * max(0, more))
-    return replace(problem, costs=costs, limits=Limits(tuple(memory)), workload=None, cut=None)
+    return replace(problem, costs=costs, limits=Limits(tuple(memory)), workload=None, cut=None, trains=True)
 
 
 @cache
