@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from math import inf
+from sys import float_info
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from zerobubble.errors import InputError, raise_faults, shown, with_article
@@ -108,7 +109,8 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether `value` is a number. No integer is one that is too large for a float."""
+    return isinstance(value, float) or (_is_whole(value) and abs(value) <= float_info.max)
 
 
 def _as_number(value: Any, accepts: Callable[[Any], bool]) -> str:

@@ -277,6 +277,22 @@ def test_the_remedy_follows_from_what_is_wanted_and_what_came(wanted: Wanted, va
         assert not remedy
 
 
+@pytest.mark.parametrize(
+    ("call", "stated"),
+    [
+        (lambda: zb.plan(WORK, 4, 10**400, placements="linear", evaluations=0), "memory"),
+        (lambda: zb.planning.Sharded(10, None, 10**400), "bytes_per_second"),
+        (lambda: zb.planning.Sharded(10, 10**400), "memory"),
+        (lambda: zb.planning.Sharded(10, -1), "memory"),
+        (lambda: known_block("v-half", "2"), "ranks"),  # type: ignore[arg-type]
+    ],
+    ids=range(5),
+)
+def test_a_number_out_of_range_is_an_input_error(call: Call, stated: str) -> None:
+    with raises(InputError, stated):
+        call()
+
+
 def test_all_faults_among_arguments_are_found() -> None:
     first, second = faults_among({"every": 0, "costs": COSTS, "name": 1}, {"every": COUNT, "costs": Costs, "name": str})
     states(first, "every", 0)

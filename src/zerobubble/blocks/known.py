@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from math import gcd
 
-from zerobubble.arguments import takes
+from zerobubble.arguments import WHOLE, takes
 from zerobubble.blocks.block import Block, Start, path_slots
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Kind, Op, Placement
@@ -122,7 +122,7 @@ KNOWN: dict[str, Callable[[int], Block]] = {
 """The published blocks as functions of the number of ranks, by name."""
 
 
-@takes()
+@takes(name=str, ranks=WHOLE)
 def known_block(name: str, ranks: int) -> Block:
     """Return the published block `name` for `ranks` ranks; raises `InputError` for an unknown name or less than 1 rank."""
     if name not in KNOWN:

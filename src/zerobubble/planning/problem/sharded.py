@@ -11,6 +11,7 @@ from zerobubble.arguments import NUMBER, WHOLE, each, either, optional, require,
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
+from zerobubble.limits import MAX_LIMIT
 from zerobubble.partition import Cuts, Layer
 from zerobubble.units import NS_PER_S, show_bytes
 
@@ -37,6 +38,8 @@ class Sharded(Displayed):
     def __post_init__(self) -> None:
         require("weights of Sharded, in bytes,", self.weights, either(WHOLE, each(WHOLE)))
         require("memory of Sharded, in bytes,", self.memory, optional(WHOLE))
+        if self.memory is not None:
+            require_amount("memory of Sharded, in bytes,", self.memory, MAX_LIMIT)
         require("bytes_per_second of Sharded", self.bytes_per_second, optional(NUMBER))
         require("within of Sharded", self.within, NUMBER)
         if not isinstance(self.weights, int):
