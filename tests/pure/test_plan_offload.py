@@ -17,6 +17,8 @@ from click.testing import CliRunner
 import zerobubble as zb
 from tests.refusals import Stated, raises, states
 from zerobubble.cli import main
+from zerobubble.export.perfetto import perfetto_json
+from zerobubble.export.svg import timeline_svg
 from zerobubble.offload import HostLink, offload_faults
 from zerobubble.planning import Plan
 from zerobubble.planning.offload_plan import OffloadSavings
@@ -164,6 +166,9 @@ def test_a_saved_plan_with_offload_is_shown_compared_and_made_anew(tmp_path: Pat
     assert shown["makespan_ms"] == (loaded.makespan or 0) / 1e6
     assert [rank["bytes"] for rank in shown["offload"]["ranks"]] == [rank.bytes for rank in loaded.offloads]
     assert "copies: > to the host, < back" in output("show", str(file))
+    assert loaded.timeline is not None
+    assert output("make", str(file), "--format", "perfetto") == perfetto_json(loaded.timeline)
+    assert output("make", str(file), "--format", "svg") == timeline_svg(loaded.timeline)
     with_copies, plain = json.loads(output("compare", str(file), "1f1b", "--json"))
     assert with_copies["makespan_ms"] == shown["makespan_ms"]
     idle = 3 * with_copies["makespan_ms"] - 3 * 6 * 30

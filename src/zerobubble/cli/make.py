@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from zerobubble.cli.axes.head import vocabulary_option, with_head_divided
+from zerobubble.cli.axes.offload import with_offloads_of_plan
 from zerobubble.cli.inputs.options import (
     EQUAL_COSTS,
     CostOptions,
@@ -32,7 +33,6 @@ from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.export.torchtitan import as_flags, torchtitan_settings
 from zerobubble.ir import Schedule
 from zerobubble.lowering import lower
-from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 from zerobubble.whole_files import write_text
 
@@ -116,8 +116,8 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
       torchtitan       PyTorch's CSV in the file of -o, and on stdout the settings of torchtitan
 
     NAME is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Pictures and traces use
-    the costs given, else those of the plan, else 1 ms for each of F, B and W of a rank. text, json and pictures support a head divided by
-    --vocabulary.
+    the costs given, else those of the plan with its copies to the host, else 1 ms for each of F, B and W of a rank. text, json and pictures
+    support a head divided by --vocabulary.
 
     \b
     Examples:
@@ -151,7 +151,7 @@ def _text(found: Given, form: FormOptions, given: CostOptions) -> str:
     if form.name == LAYOUT:
         return _layout(found, form.layers)
     (costed,) = with_costs([found], given)
-    return PICTURES[form.name](simulate(costed.schedule, costed.costs))
+    return PICTURES[form.name](with_offloads_of_plan(costed, found).timeline)
 
 
 def _for_torchtitan(found: Given, layers: int | None, output: str | None) -> None:
