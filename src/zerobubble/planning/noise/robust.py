@@ -90,8 +90,8 @@ def most_robust_order(
     the candidate that is best under noise for `seconds`, on samples drawn from `seed`. Fresh samples judge the result; if it is no better,
     the first of the shortest candidates is returned. With `evaluations`, the number of schedules to play, the result depends only on
     `seed`. Ctrl-C returns the best so far. Fused backward passes and overlapped steps are split. Raises `InputError` for an error outside 0
-    to 1, for sharded weights, shares, recomputation, a divided head or a host, for candidates of another placement or number of
-    microbatches, if none fits, and if llvmlite is missing; `ScheduleError` for a candidate that cannot run.
+    to 1, for sharded weights, shares, recomputation, a divided head, a host or forwards only, for candidates of another placement or number
+    of microbatches, if none fits, and if llvmlite is missing; `ScheduleError` for a candidate that cannot run.
     """
     check_error_share(error)
     others = {
@@ -100,6 +100,7 @@ def most_robust_order(
         "recomputation": problem.recomputes_any or any(recomputed(row) for each in candidates for row in each.rows),
         "a divided head": problem.has_divided_head,
         "a host": problem.host is not None,
+        "forward passes only": any(each.is_forward_only for each in candidates),
     }
     if asked := [name for name, holds in others.items() if holds]:
         raise InputError("most_robust_order does not support {asked}", asked=" and ".join(asked), remedy="use `zerobubble plan --noise`")
@@ -164,10 +165,11 @@ def with_robust_winner(
 
 
 def _is_plain(found: Plan) -> bool:
-    """Whether only passes take time, one at a time and of equal microbatches."""
+    """Whether only passes take time, forward and backward, one at a time and of equal microbatches."""
     problem = found.problem
     others = (problem.sharded, problem.host, problem.costs.shares or None, problem.costs.fused or None)
-    return others == (None,) * 4 and not problem.has_divided_head and not any(map(recomputed, found.schedule.rows))
+    is_simple = others == (None,) * 4 and not problem.has_divided_head and not found.schedule.is_forward_only
+    return is_simple and not any(map(recomputed, found.schedule.rows))
 
 
 def _won(found: Plan, plan: Plan) -> Plan:
