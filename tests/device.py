@@ -1,4 +1,7 @@
-"""The device on which the process tests build their models: the CPU, or the one that ZEROBUBBLE_TEST_DEVICE names, such as cuda."""
+"""The device on which the process tests build their models: the CPU, or the one that ZEROBUBBLE_TEST_DEVICE names, such as cuda.
+
+The device "separate", of tests/separate, needs no hardware.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._device import _device_constructors
 
-DEVICE = torch.device(os.environ.get("ZEROBUBBLE_TEST_DEVICE", "cpu"))
+_NAME = os.environ.get("ZEROBUBBLE_TEST_DEVICE", "cpu")
+
+
+def _backend() -> str:
+    if _NAME == "separate":
+        from tests import separate  # registers the device
+
+        return separate.BACKEND
+    return "gloo"
+
+
+BACKEND = _backend()
+"""The backend of the ranks' process group."""
+DEVICE = torch.device(_NAME)
 _here = threading.local()
 
 

@@ -29,7 +29,7 @@ FIRST = (
 )
 """Files to start first: what a GPU is most likely to break, and what takes longest."""
 LEFT_OUT = (
-    *("readme", "pages_by_launcher", "demo", "command_line_page", "executor_benchmark", "gpu_benchmark"),
+    *("readme", "pages_by_launcher", "demo", "command_line_page", "executor_benchmark", "gpu_benchmark", "separate"),
     *("hosts", "multihost", "torchrun"),
 )
 """Files whose tests start programs of their own, which stay on the CPU."""

@@ -1,11 +1,27 @@
-from collections.abc import Iterator
+import traceback
+from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.device import use_device
+from tests.device import DEVICE, use_device
 from tests.procs.ranks import Ranks
 
 use_device()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """Skips a test for which the device "separate" has no kernels."""
+    try:
+        yield
+    except Exception as error:
+        if DEVICE.type == "separate":
+            from tests.separate import LACKING
+
+            said = "".join(traceback.format_exception(error))
+            if lacking := [name for sign, name in LACKING.items() if sign in said]:
+                pytest.skip(f"the device has no {lacking[0]}")
+        raise
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.device import DEVICE
+from tests.device import BACKEND, DEVICE
 from tests.procs.hosts.hosts import live_on
 
 _alone: list[Any] = []
@@ -47,7 +47,7 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
     tempfile.tempdir = folder  # what is left there was left by this world
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, has it ignored
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
     _alone.extend([dist.new_group([each]) for each in range(size)][rank : rank + 1])
     while True:

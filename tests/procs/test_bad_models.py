@@ -94,7 +94,7 @@ def divided(group: Any, *names: str) -> nn.Module:
     """A model in which `fully_shard` has sharded these modules."""
     model = row()
     for name in names:
-        fully_shard(model.get_submodule(name), mesh=DeviceMesh.from_group(group, "cpu"))
+        fully_shard(model.get_submodule(name), mesh=DeviceMesh.from_group(group, DEVICE.type))
     return model
 
 
@@ -142,6 +142,9 @@ CASES: dict[str, tuple[Callable[[Any], Any], Stated]] = {
 }
 
 
+MADE_BY_FUNCTIONS = ("one memory, made by a function", "too few layers")
+
+
 def refused(group: Any, case: str) -> str:
     with pytest.raises(zb.InputError) as caught:
         zb.Pipeline(CASES[case][0](group), "zb-v", 4, nn.functional.mse_loss, group=group)
@@ -151,6 +154,8 @@ def refused(group: Any, case: str) -> str:
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("case", long_if({"compiled"}, CASES))
 def test_a_model_that_cannot_be_cut_is_one_error_on_every_rank(world: Ranks, case: str) -> None:
+    if DEVICE.type != "cpu" and case in MADE_BY_FUNCTIONS:
+        pytest.skip("zb.split draws the numbers of a model that a function creates on the CPU")
     first, second = world.run(refused, case, ranks=2)
     assert first == second
     states(first, *CASES[case][1])

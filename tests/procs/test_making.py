@@ -139,11 +139,13 @@ def test_what_a_function_makes_has_the_numbers_of_one_device(make: Callable[[], 
     judge(make)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_one_parameter_of_two_names_is_tied() -> None:
     split = zb.split(one_parameter_twice, example=torch.ones(1, 4))
     assert split.tied(3) == [[(0, "a.weight"), (2, "c.weight")]]
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_what_cannot_be_made_is_refused() -> None:
     def on_meta() -> nn.Module:
         with torch.device("meta"):
@@ -208,6 +210,7 @@ def test_weights_of_a_file_are_read_by_whom_they_belong_to(tmp_path: Path) -> No
         judge(make)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_modules_imported_while_a_model_is_made_read_files_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They import `safe_open` where a reader stands in for it, which knows nothing of the next model that is made."""
     (tmp_path / "imported_late.py").write_text("from safetensors import safe_open\n", encoding="utf-8")

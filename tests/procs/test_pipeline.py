@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
-from tests.device import cpu_only
+from tests.device import DEVICE, cpu_only
 from tests.procs.models import Block, OneDevice, batch, build, gradient_error, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.refusals import raises, states
@@ -54,7 +54,9 @@ def described(group: Any, split: Any) -> tuple[str, str]:
 def test_a_pipeline_is_shown_in_one_line(world: Ranks) -> None:
     shown = world.run(described, "whole", ranks=2)
     for rank, (opened, closed) in enumerate(shown):
-        states(opened, "Pipeline", "zb-v", f"rank {rank}", "of 2", f"stages {rank}, {3 - rank}", "of 4", "4 microbatches", "whole", "cpu")
+        states(
+            opened, "Pipeline", "zb-v", f"rank {rank}", "of 2", f"stages {rank}, {3 - rank}", "of 4", "4 microbatches", "whole", DEVICE.type
+        )
         assert closed == f"{opened[:-1]}, closed>"
         assert len(closed) <= 120
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.measured import assert_least_within
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
@@ -63,6 +64,7 @@ def explain(group: Any, name: str) -> tuple[zb.explain.Difference, zb.Timeline]:
         return zb.diff(pipe.schedule, costs, run), run
 
 
+@cpu_only("only CPUs rehearse the times of passes")
 def test_a_slow_stage_of_a_real_run_is_found(world: Ranks) -> None:
     def measure() -> list[float]:
         """By how much another pass seems to cost more than the slow one."""

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import Stated, states
@@ -29,6 +30,7 @@ from tests.thinned import every
 from zerobubble.runtime.transport import same_machine
 from zerobubble.runtime.transport.same_machine import _Attempt
 
+pytestmark = cpu_only("only messages between CPUs go through shared memory")
 M = 4
 LONGEST_S = 60.0
 CLONE_NEWNET = 0x40000000

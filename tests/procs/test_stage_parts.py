@@ -396,7 +396,7 @@ def test_calls_without_a_gradient_or_with_changed_inputs_are_not_recomputed() ->
 
 
 def test_a_second_run_has_the_autocast_of_the_first() -> None:
-    x = torch.ones(1)
+    x = torch.ones(1, device="cpu")
     with torch.autocast("cpu", torch.bfloat16):
         inside = chosen_calls._autocasts_of([x])
     outside = chosen_calls._autocasts_of([x])

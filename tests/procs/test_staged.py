@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
@@ -101,6 +102,7 @@ def failing_copy(group: Any) -> str:
     return str(caught.value)
 
 
+@cpu_only("the copy of the CPU is replaced")
 def test_a_copy_that_fails_ends_waits_of_all_ranks(world: Ranks) -> None:
     """The ranks would otherwise wait for each other until the timeout, which is longer than this test waits."""
     for text in world.run(failing_copy, ranks=3):
