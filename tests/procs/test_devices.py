@@ -175,6 +175,7 @@ def test_ranks_on_two_kinds_of_device_are_refused_with_the_reason(world: Ranks) 
     assert "Please" not in found[0], "one sentence"
 
 
+@cpu_only("the ranks train on CPUs")
 def test_ranks_that_cannot_use_the_same_accelerator_agree_on_the_cpu(world: Ranks) -> None:
     """What follows the kind of device in a message is not compared."""
     assert all(world.run(on_cpus, ranks=2))
@@ -273,6 +274,7 @@ def in_a_thread_of_the_engine(edges: list[Any], gradients: Any) -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("is_kept", [False, True], ids=["before torch 2.13", "since"])
+@cpu_only("a thread of the test takes the part of the engine's")
 def test_checkpoints_are_recomputed_in_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch, asks: bool, is_kept: bool) -> None:
     if not is_kept:
         monkeypatch.setattr(weight_work, "TORCH_KEEPS_REFERENCES", False)
@@ -380,6 +382,7 @@ def test_stages_are_on_the_device_of_their_tensors_or_on_the_cpu(module: nn.Modu
     assert (stages.device, stages.has_tensors) == (torch.device(kind), has_tensors)
 
 
+@cpu_only("its modules are on the CPU")
 def test_no_generator_of_an_unused_gpu_is_touched() -> None:
     """`fork_rng()` without devices makes a context on every GPU of the machine."""
     sources = Path(zb.__file__).parent.rglob("*.py")

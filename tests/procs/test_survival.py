@@ -424,7 +424,7 @@ def test_two_that_go_at_once_are_not_waited_for() -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("second", "lost"),
-    [(3, ("ranks 1, 3", "stage 1")), (0, ("ranks 0, 1", "replica"))],
+    [(3, ("ranks 1 and 3", "stage 1")), (0, ("ranks 0 and 1", "replica"))],
     ids=["both holders of a stage", "a whole replica"],
 )
 def test_where_too_many_are_gone_the_error_names_what_is_lost(second: int, lost: Stated) -> None:

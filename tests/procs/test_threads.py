@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
-from tests.device import use_device
+from tests.device import cpu_only, use_device
 from tests.procs.models import Block, InBackward, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
@@ -80,6 +80,7 @@ def side_by_side(group: Any, schedule: str) -> list[tuple[float, list[float | No
     return seen
 
 
+@cpu_only("one thread runs the backward passes of an accelerator, and the test waits in two of them")
 def test_two_pipelines_step_in_two_threads(world: Ranks) -> None:
     for result in world.run(side_by_side, "zb-h1", ranks=4):
         for worst, shares in result:

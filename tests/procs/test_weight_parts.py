@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zerobubble as zb
 from benchmarks.split_matrix.kinds import Way
 from benchmarks.split_matrix.ways import Ours, Plain, difference, train
+from tests.device import cpu_only
 from tests.procs.test_own_layers import KINDS as OWN_KINDS
 from tests.refusals import raises
 from zerobubble.runtime.split.layers import weight_work
@@ -198,6 +199,7 @@ def torch_without_references(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("torch_without_references")
 @pytest.mark.parametrize("in_caller", [True, False])
 @pytest.mark.parametrize("name", ["in a stage", "in a checkpoint", "gradient within", "gradient within, in a checkpoint"])
+@cpu_only("threads of the test take the part of the engine's")
 def test_a_pass_is_known_in_the_engine_of_older_versions_of_torch(name: str, in_caller: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_work, "runs_backward_in_caller", lambda device: in_caller)
     kind = OWN_KINDS[name]

@@ -36,9 +36,11 @@ LACKING = {
     "no code generator for separate": "compiler",
     "Backend not supported for separate": "random states in traced checkpoints",
     "'Sparseseparate'": "sparse tensors",
+    "aten::_sparse_coo_tensor": "sparse tensors",
     "'SparseCsrseparate'": "sparse tensors",
     "'NestedTensorseparate'": "nested tensors",
     "'Quantizedseparate'": "quantized tensors",
+    "aten::empty_quantized": "quantized tensors",
 }
 """What the device lacks, by what torch or zerobubble says of it."""
 _LIBRARY = "zerobubble_separate"
