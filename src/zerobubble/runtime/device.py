@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -265,6 +265,18 @@ def runs_backward_in_caller(device: torch.device) -> bool:
 def of_kind(kind: str) -> torch.device:
     """Returns this process's current device of a kind, such as "cpu"."""
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+class Autocast(NamedTuple):
+    """An enabled autocast: its device type and dtype."""
+
+    device_type: str
+    dtype: torch.dtype
+
+
+def autocast_of(device_type: str) -> Autocast | None:
+    """Returns the autocast enabled for a device type, None if it is disabled."""
+    return Autocast(device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
 
 
 def backend_of(device: torch.device) -> str:

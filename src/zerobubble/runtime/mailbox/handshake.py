@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import KINDS
+from zerobubble.runtime.device import Autocast, autocast_of
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.payload import Payload, Structure, Tensors
@@ -163,7 +163,7 @@ class StepHandshake:
         self._num_ranks = placement.num_ranks
         self._trained: dict[int, tuple[bool, ...]] = {}
         self._played = (schedule.num_microbatches, schedule.is_forward_only, _digest(schedule.to_text()))
-        self._keys: dict[tuple[tuple[int, ...], torch.dtype | None, tuple[tuple[Shapes, Structure], ...]], int] = {}
+        self._keys: dict[tuple[tuple[int, ...], Autocast | None, tuple[tuple[Shapes, Structure], ...]], int] = {}
         self._known: dict[int, KnownMessages] = {}
         self._sending: list[Sending] = []
         self._data_order = StepOrder(tuple(range(schedule.num_microbatches)))
@@ -236,9 +236,7 @@ class StepHandshake:
 
     def _begin(self, call: int, inputs: list[Tensors], batch_size: int, plays: StepOrder) -> StepStart:
         parts = tuple((shapes_of(part), part.structure if isinstance(part, Payload) else None) for part in inputs)
-        kind = self._peers.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # decides the dtypes of messages, too
-        signature = plays.passes, autocast, parts
+        signature = plays.passes, autocast_of(self._peers.device.type), parts  # autocast decides the dtypes of messages, too
         key = self._keys.pop(signature, None)
         announced_from = 0 if key is None else self._num_ranks
         if key is None:

@@ -8,10 +8,12 @@ of sums and casts to give the same bits. For this it must know which uses share 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from zerobubble.runtime.device import Autocast
 
 
 class AutocastCopies:
@@ -65,18 +67,6 @@ def outside_of_autocast() -> AbstractContextManager[object]:
     it.
     """
     return torch._C._DisableAutocast()
-
-
-class Autocast(NamedTuple):
-    """An enabled autocast: its device type and dtype."""
-
-    device_type: str
-    dtype: torch.dtype
-
-
-def autocast_of(device_type: str) -> Autocast | None:
-    """Returns the autocast enabled for a device type, None if it is disabled."""
-    return Autocast(device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
 
 
 def within(autocast: Autocast | None) -> AbstractContextManager[object]:

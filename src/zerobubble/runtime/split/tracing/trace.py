@@ -24,7 +24,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.autocast import Autocast, outside_of_autocast, within
+from zerobubble.runtime.device import Autocast
+from zerobubble.runtime.split.autocast import outside_of_autocast, within
 from zerobubble.runtime.split.compiled.capture import Part
 from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.graphs.backward_graph import BackwardSplit
