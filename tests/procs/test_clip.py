@@ -160,7 +160,7 @@ def test_a_parameter_of_two_stages_counts_once(world: Ranks) -> None:
 
 def not_finite(group: Any, value: float, error_if_nonfinite: bool) -> tuple[str, list[float]]:
     """A gradient with `value` in stage 1: the error or the norm, and stage 0's gradient on rank 0 or stage 1's on rank 1 after it."""
-    pipe = zb.Pipeline(nn.Linear(2, 2, bias=False), "1f1b", 2, nn.functional.mse_loss, group=group)
+    pipe = zb.Pipeline(lambda *_: nn.Linear(2, 2, bias=False), "1f1b", 2, nn.functional.mse_loss, group=group)
     (weight,) = pipe.parameters()
     weight.grad = torch.tensor([[1.0, value], [3.0, 4.0]]) if pipe.rank == 1 else torch.ones(2, 2)
     try:

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs.ranks import Ranks
-from tests.refusals import states
+from tests.refusals import raises, states
 from tests.thinned import every
-from zerobubble.runtime.stage.whole_model import ModelFacts, differences, digest, kinds, uncut_model, warn_of_uncut_model
+from zerobubble.errors import InputError
+from zerobubble.runtime.stage.uncut_model import RankStages, refuse_uncut_models, stage_digest
+from zerobubble.runtime.stage.whole_model import ModelFacts, differences, digest, kinds
 
 WIDTH = 6
 PROMPT = 80.0
@@ -136,16 +138,6 @@ def test_a_model_that_was_trained_in_parts_goes_on(world: Ranks) -> None:
     assert third == pytest.approx(first, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("digests", "count"), [(["one", "one"], 1), (["one", "other"], 0), (["one"], 0), (["", ""], 0), (["one", "one", ""], 0)]
-)
-def test_only_the_same_model_of_several_ranks_is_warned_of(digests: list[str], count: int) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_uncut_model(digests)
-    assert len(caught) == count
-
-
 @pytest.mark.parametrize("place", [0, 31, 63, -1])
 def test_a_digest_is_of_all_values_of_a_small_parameter(place: int) -> None:
     one = nn.Parameter(torch.zeros(64))
@@ -160,19 +152,15 @@ def test_a_digest_of_a_large_parameter_is_of_its_first_and_last_value_too() -> N
     assert len(found) == 3
 
 
-def test_only_modules_of_several_layers_look_uncut() -> None:
+def test_a_stage_is_identified_by_names_kinds_and_values() -> None:
     model = row(2)
-    found = uncut_model(model)
-    assert found == uncut_model(row(2)) != uncut_model(row(2, seed=1))
-    assert len(found) == 64
-    sharded = row(2).to("meta")
-    assert [uncut_model(given) for given in (model[0], nn.Tanh(), [model], lambda stage, num_stages: model, sharded)] == [""] * 5
-    half = row(2)
+    frozen, half = row(2), row(2)
+    frozen.get_parameter("1.0.bias").requires_grad_(False)
     half[1].to("meta")
-    assert uncut_model(half) == ""
-    other = row(2)
-    other.get_parameter("1.0.bias").requires_grad_(False)
-    assert uncut_model(other) not in ("", found)
+    assert len({stage_digest(module) for module in (model, row(2, seed=1), frozen, model[0])}) == 4
+    assert stage_digest(model) == stage_digest(row(2))
+    constant = nn.Sequential(nn.LayerNorm(3), nn.Tanh())
+    assert [stage_digest(module) for module in (half, nn.Tanh(), constant, row(2).to("meta"))] == [""] * 4
 
 
 def test_kinds_are_shapes_dtypes_and_what_trains() -> None:
@@ -209,12 +197,33 @@ def test_the_first_difference_of_all_ranks_is_named() -> None:
     assert differences({0: facts._replace(facts={}), 1: facts._replace(facts={})}) == ""
 
 
-def test_ranks_with_one_uncut_model_are_warned() -> None:
-    def warned(*digests: str) -> bool:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            warn_of_uncut_model(digests)
-        return bool(caught)
+ONE, OTHER = RankStages((0,), ("a",), True), RankStages((1,), ("a",), True)
+BUILT = [stages._replace(are_modules=False) for stages in (ONE, OTHER)]
+UNCUT: dict[str, tuple[list[RankStages], str]] = {
+    "one module": ([ONE, OTHER], "refused"),
+    "a list": ([RankStages((0, 3), ("a", "b"), True), RankStages((1, 2), ("a", "b"), True)], "refused"),
+    "a function": (BUILT, "warned of"),
+    "a function on one rank": ([ONE, BUILT[1]], "warned of"),
+    "a list of equal modules": ([RankStages((0, 3), ("a", "a"), True), RankStages((1, 2), ("a", "a"), True)], "warned of"),
+    "stages of one rank": ([RankStages((0, 1), ("a", "a"), True)], "warned of"),
+    "one stage": ([ONE], ""),
+    "copies of both stages": ([RankStages((0, 1), ("a", "b"), True)] * 2, ""),
+    "other values": ([ONE, OTHER._replace(digests=("b",))], ""),
+    "unknown values": ([ONE._replace(digests=("",)), OTHER._replace(digests=("",))], ""),
+}
 
-    assert [warned("a", "a"), warned("a", "a", "a")] == [True, True]
-    assert not any([warned("a"), warned(), warned("", ""), warned("a", "b"), warned("a", "a", "b")])
+
+@pytest.mark.parametrize("case", UNCUT)
+def test_only_the_same_module_for_other_stages_is_refused(case: str) -> None:
+    gathered, outcome = UNCUT[case]
+    ranks = range(len(gathered))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if outcome == "refused":
+            with raises(InputError, "zb.split(model)", argument="build_or_modules"):
+                refuse_uncut_models([ranks], gathered, warns=True)
+        else:
+            refuse_uncut_models([ranks], gathered, warns=True)
+            refuse_uncut_models([ranks], [None, *gathered[1:]], warns=True)
+            refuse_uncut_models([ranks], gathered, warns=False)
+    assert len(caught) == (outcome == "warned of")

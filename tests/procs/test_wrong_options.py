@@ -109,22 +109,43 @@ def test_a_whole_model_in_place_of_stages_is_sent_to_split(world: Ranks) -> None
         states(text, "rank 0", "rank 1", "zb-v", "1 module", "zb.split(model)")
 
 
-def warnings_of(group: Any) -> list[int]:
-    def two(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+def two(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
-    rank, found = dist.get_rank(group), []
-    for given in (two(0), two(rank), lambda stage, _: two(stage), two(0)[0], [two(0)]):
+
+def uncut_outcomes(group: Any) -> list[str | int]:
+    """For each way to pass modules: the argument that the error names, or the number of warnings."""
+    rank, outcomes = dist.get_rank(group), []
+    shared, x = two(0), torch.rand(4, 4)
+    ways = {
+        "one model": (two(0), "1f1b"),
+        "one layer": (two(0)[0], "1f1b"),
+        "a list with it": ([two(0)], "1f1b"),
+        "all layers on each rank": (list(two(0)), "zb-v"),
+        "a function that returns it": (lambda *_: shared, "1f1b"),
+        "stages of equal seeds": (lambda *_: two(0), "zb-v"),
+        "other seeds": (two(rank), "1f1b"),
+        "a function": (lambda stage, _: nn.Linear(4, 4), "1f1b"),
+        "a norm": (nn.LayerNorm(4), "1f1b"),
+        "copies": ([two(0), two(1)], "dualpipe"),
+    }
+    for modules, schedule in ways.values():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            zb.Pipeline(given, "1f1b", 4, nn.functional.mse_loss, group=group).close()
-        found.append(sum(each.filename == __file__ and "zb.split(model)" in str(each.message) for each in caught))
-    return found
+            try:
+                with zb.Pipeline(modules, schedule, 4, nn.functional.mse_loss, group=group) as pipe:
+                    pipe.step(x, x)
+                outcomes.append(sum(entry.filename == __file__ and "zb.split(model)" in str(entry.message) for entry in caught))
+            except zb.InputError as error:
+                states(error, "zb.split(model)")
+                outcomes.append(error.fields["argument"])
+    return outcomes
 
 
-def test_a_whole_model_on_every_rank_is_warned_of_once(world: Ranks) -> None:
-    assert world.run(warnings_of, ranks=2) == [[1, 0, 0, 0, 0], [0] * 5]
+def test_a_whole_model_on_every_rank_is_refused_or_warned_of_once(world: Ranks) -> None:
+    refused = ["build_or_modules"] * 4
+    assert world.run(uncut_outcomes, ranks=2) == [[*refused, 1, 1, 0, 0, 0, 0], [*refused, 0, 0, 0, 0, 0, 0]]
 
 
 def wrong_on_one_rank(group: Any) -> str:

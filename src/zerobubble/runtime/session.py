@@ -59,7 +59,8 @@ from zerobubble.runtime.stage.divided_head import DividedHead, head_parts_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.sharded import ShardedTensors
-from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences, uncut_model, warn_of_uncut_model
+from zerobubble.runtime.stage.uncut_model import RankStages, refuse_uncut_models
+from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
 from zerobubble.runtime.step.captured_step import CapturedStep, refuse_in_graphs
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks
@@ -214,7 +215,8 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     all_terms = ranks.agree(fault, _terms(options, setup), cause)
     assert setup is not None
     _place_stages_without_tensors(ranks, setup, all_terms)
-    _compare_models(ranks, layout, setup, options)
+    is_given = survivors is None and setup.whole is None
+    _compare_models(ranks, layout, setup, RankStages.of(setup.stages, options.build_or_modules) if is_given else None)
     _refuse_empty_levels(ranks, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
     channels = [in_transport_ranks(channel, pipeline) for pipeline in layout.pipelines for channel in used]
@@ -458,21 +460,20 @@ def _terms_of_device(device: torch.device) -> Terms:
     return {_KIND_OF_DEVICE: device.type, "fastest transport": fastest_for(device), "number of hardware queues": str(hardware_queues())}
 
 
-def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup, options: PipelineOptions) -> None:
-    """Raises the same `InputError` on all ranks, and closes, if ranks of a pipeline have cut different models.
+def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup, given: RankStages | None) -> None:
+    """Raises the same `InputError` on all ranks, and closes, if ranks of a pipeline have cut different models, or pass one model uncut.
 
-    They first exchange a short hash, and everything else only if hashes differ. Rank 0 warns if they pass one model uncut.
+    They first exchange a short hash, and everything else only if hashes differ. `given` are the stages of this rank that no split made.
     """
     doing, ours = "comparing models", setup.facts
     with ranks.guard.opening(f"while {doing}"):
-        hashes = ranks.gather((_fingerprint(ours), uncut_model(options.build_or_modules)), doing)
-        if len({theirs for theirs, _ in hashes}) > 1:
+        gathered = ranks.gather((_fingerprint(ours), None if given is None else tuple(given)), doing)
+        if len({theirs for theirs, _ in gathered}) > 1:
             facts = [None if each is None else ModelFacts(*each) for each in ranks.gather(None if ours is None else list(ours), doing)]
             raise_faults(dict.fromkeys(differences({rank: facts[rank] for rank in pipeline}) for pipeline in layout.pipelines))
+        refuse_uncut_models(layout.pipelines, [theirs for _, theirs in gathered], warns=ranks.transport.group.rank == 0)
     if setup.whole is not None:
         setup.whole.was_connected()
-    elif layout.pipeline[0] == 0 == ranks.transport.group.rank:
-        warn_of_uncut_model([hashes[rank][1] for rank in layout.pipeline])
 
 
 def _refuse_empty_levels(ranks: SetupRanks, setup: Setup) -> None:

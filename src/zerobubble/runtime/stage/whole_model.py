@@ -1,4 +1,4 @@
-"""Facts about whole models, compared when ranks connect: those that must agree if ranks cut one model, and those of a model left uncut.
+"""Facts about whole models that must agree if ranks cut one model, compared when ranks connect.
 
 Ranks compare short digests of parameters, without reading all values.
 """
@@ -6,13 +6,12 @@ Ranks compare short digests of parameters, without reading all values.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.transport.terms import each_has, named
 
 _SAMPLED = 64
@@ -75,23 +74,6 @@ def _other_values(given: Mapping[int, Mapping[str, str]], names: Mapping[str, No
     return ""
 
 
-def warn_of_uncut_model(uncut: Sequence[str]) -> None:
-    """Warns if all ranks of a pipeline passed the same module, by their digests of `uncut_model`: it is probably a model not yet cut."""
-    if len(uncut) > 1 and uncut[0] and len(set(uncut)) == 1:
-        warn_user(
-            "every rank passed a module with the same layers and values as its stage, and microbatches pass through all of them in turn: "
-            "to cut one model into stages, pass zb.split(model); for stages with values of their own, pass build(stage_index, num_stages)"
-        )
-
-
-def uncut_model(given: object) -> str:
-    """Returns a digest of the parameters of a module with several layers; empty for anything else that `Pipeline` takes."""
-    if not isinstance(given, nn.Module) or sum(bool(part._parameters) for part in given.modules()) < 2:
-        return ""
-    digests = [digest(parameter) for parameter in given.parameters()]
-    return hashlib.sha256(f"{kinds(given)}{digests}".encode()).hexdigest() if all(digests) else ""
-
-
 def kinds(model: nn.Module) -> dict[str, str]:
     """Returns the shape, dtype and `requires_grad` of each parameter."""
     return {name: f"{list(p.shape)} of {p.dtype}{'' if p.requires_grad else ', frozen'}" for name, p in model.named_parameters()}
@@ -99,13 +81,18 @@ def kinds(model: nn.Module) -> dict[str, str]:
 
 def digest(parameter: Tensor) -> str:
     """Returns a digest of the values of a parameter; empty if it is sharded, or of a layout or dtype without element access."""
+    sample = sampled(parameter)
+    return "" if sample is None else hashlib.sha256(sample.numpy().tobytes()).hexdigest()[:8]
+
+
+def sampled(parameter: Tensor) -> Tensor | None:
+    """Returns values of a parameter, on the CPU; None if they cannot be read."""
     is_plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout is torch.strided and not parameter.is_quantized
     if not is_plain or parameter.is_meta or not parameter.numel():
-        return ""
+        return None
     places = torch.linspace(0, parameter.numel() - 1, _SAMPLED, dtype=torch.float64).long().to(parameter.device)
     try:
-        sampled = parameter.detach().take(places)
+        sample = parameter.detach().take(places)
     except (NotImplementedError, RuntimeError):  # 8-bit dtypes, without element access
-        return ""
-    wide = torch.complex128 if sampled.is_complex() else torch.float64
-    return hashlib.sha256(sampled.to("cpu", wide).numpy().tobytes()).hexdigest()[:8]
+        return None
+    return sample.to("cpu", torch.complex128 if sample.is_complex() else torch.float64)
