@@ -252,7 +252,7 @@ class PipelineMixin(_Trainer):
         if not items:
             is_scaled = self.loss_is_scaled_for_ga if self.loss_is_scaled_for_ga is not None else self.compute_loss_func is not None
             return _Scale(None, 1.0 if is_scaled else 1 / steps)
-        total = torch.tensor(self._count(inputs) / items, dtype=torch.float64)
+        total = torch.tensor(self._count(inputs) / items, dtype=torch.float64, device="cpu")
         if self._num_replicas > 1:
             total = total.to(self.args.device)
             dist.all_reduce(total, group=self._same_stages)

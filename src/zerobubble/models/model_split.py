@@ -40,6 +40,7 @@ from zerobubble.planning import Plan
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.user_code import keep_only_user_code
 from zerobubble.runtime.stage.whole_model import ModelFacts
+from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.units import NS_PER_MS, as_bytes
 
 MODEL = either(PIPE, nn.Module, MAKES_A_MODEL, CONFIGURATION, EXPORTED)
@@ -378,6 +379,7 @@ def split(
 
 
 @takes(model=MODEL, cuts=optional(CUTS), memory=optional(BYTES), inside_blocks=bool)
+@making_tensors()
 def split(
     model: nn.Module | Callable[[], nn.Module] | Any,
     *,

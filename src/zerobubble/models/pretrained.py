@@ -57,7 +57,7 @@ def _model_with(saved: Saved, config: Any, adapter: Any) -> Any:
     types = {key: tensor.properties.dtype for key, tensor in saved.tensors.items() if key.startswith("model.")}
     wanted = {f"model.{name}": tensor.to(types.get(f"model.{name}")) for name, tensor in model.state_dict().items()}
     raise_faults(model_faults(wanted, wanted.keys(), saved.tensors))
-    buffers = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
+    buffers = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in wanted.items()}
     saved.read(buffers)
     read = {key.removeprefix("model."): tensor for key, tensor in buffers.items()}
     model.load_state_dict(read, assign=True)

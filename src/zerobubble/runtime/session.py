@@ -75,6 +75,7 @@ from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.rendezvous import RendezvousRecord
 from zerobubble.runtime.transport.terms import Terms, faults_of, note, versions, without_note
 from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.random_state import drawn_seed
 
@@ -189,6 +190,7 @@ class Session:
 _KIND_OF_DEVICE = "kind of device"
 
 
+@making_tensors()
 def connect(options: PipelineOptions, survivors: Layout | None = None) -> Session:
     """Meets the other ranks, builds this rank's stages, agrees on all arguments, connects, and makes shared values equal.
 
@@ -261,6 +263,7 @@ def _make_equal(ranks: SetupRanks, broadcast: Callable[[], None], doing: str) ->
         ranks.timeout.run(broadcast, doing, is_brief=False)
 
 
+@making_tensors()
 def runner_of(session: Session, pace: Pace | None) -> StepRunner:
     """Returns the runner of the steps of a session, with the program of its first schedule."""
     peers, guard, setup, options = session.peers, session.guard, session.setup, session.options

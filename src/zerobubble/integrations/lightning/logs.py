@@ -54,10 +54,10 @@ class StepMessages:
         """Returns, on every rank, the entries and other values that `rank` of the pipeline has found."""
         source = dist.get_global_rank(self._group, rank)
         count = 0 if self._form is None else len(self._form)
-        values = torch.zeros(1 + count, dtype=torch.float64)
+        values = torch.zeros(1 + count, dtype=torch.float64, device="cpu")
         form = None if found is None or found[1] or any(isinstance(entry.value, MetricState) for entry in found[0]) else _form_of(found[0])
         if found is not None and form == self._form and form is not None:
-            values = torch.stack([torch.ones((), dtype=torch.float64), *(entry.value.double() for entry in found[0])])
+            values = torch.stack([torch.ones((), dtype=torch.float64, device="cpu"), *(entry.value.double() for entry in found[0])])
         values = values.to(self._device)
         dist.broadcast(values, src=source, group=self._group)
         is_known, *numbers = values.tolist()  # values[0] is 1 if names and options are known from the previous step

@@ -202,7 +202,7 @@ class StepRunner:
         for parameter in parameters:
             parameter.grad = None
         self._step, self._outputs, self._given = step, outputs, arguments
-        targets = [torch.tensor([index]) for index in range(len(arguments))]  # by which `_loss` finds its microbatch
+        targets = [torch.tensor([index], device="cpu") for index in range(len(arguments))]  # by which `_loss` finds its microbatch
         loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
         if step.states_after is not None:
             step.states_after.set()  # only this rank has run the rest of `training_step`

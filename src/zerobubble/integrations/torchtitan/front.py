@@ -307,5 +307,5 @@ def _mesh_of(parallel_dims: Any, device: torch.device) -> DeviceMesh:
     """Returns the mesh of all ranks as torchtitan numbers them, with the dimensions that have several."""
     sizes = {name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     names = [name for name, size in sizes.items() if size > 1 or name == "pp"]
-    ranks = torch.arange(parallel_dims.world_size).view([sizes[name] for name in names])
+    ranks = torch.arange(parallel_dims.world_size, device="cpu").view([sizes[name] for name in names])
     return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(names), _init_backend=False)

@@ -46,7 +46,7 @@ class DiscardedDraws:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """Draws what `func` would draw on a CPU for its `output`, which is on the meta device."""
@@ -66,7 +66,7 @@ class DiscardedDraws:
 
     def _draw(self, fill: Callable[[Tensor], Any], is_in_order: bool, like: Tensor) -> None:
         if not like.is_contiguous():
-            fill(torch.empty_strided(like.size(), like.stride(), dtype=like.dtype))
+            fill(torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu"))
             return
         rest = like.numel()
         while rest:
@@ -77,7 +77,7 @@ class DiscardedDraws:
     def _piece(self, count: int, dtype: torch.dtype) -> Tensor:
         size = count * dtype.itemsize
         if self._memory.numel() < size:
-            self._memory = torch.empty(size, dtype=torch.uint8)
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._memory[:size].view(dtype)
 
 
@@ -235,7 +235,7 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 draw(tensor, *args, **kwargs)
             elif self._discarded is not None:
                 with _disable_current_modes():
-                    draw(torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype), *args, **kwargs)
+                    draw(torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"), *args, **kwargs)
             trim_memory()
             return tensor
 

@@ -348,7 +348,7 @@ def _zeros(leaf: Any, place: torch.device) -> Any:
 
 def _ones_or_zeros(tensor: Tensor) -> Tensor:
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    return torch.ones(tensor.shape, dtype=tensor.dtype) if is_whole else untouched_zeros(tensor)
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu") if is_whole else untouched_zeros(tensor)
 
 
 def _known(leaf: Any, place: torch.device) -> Any:
@@ -422,6 +422,6 @@ def untouched_zeros(like: Tensor) -> Tensor:
     """
     size = like.numel() * like.element_size()
     if size == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(like.shape, dtype=like.dtype)
+        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)

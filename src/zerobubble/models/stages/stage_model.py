@@ -31,6 +31,7 @@ from zerobubble.models.observation.stand_in import Current, StandIn, device_of, 
 from zerobubble.models.observation.units import Units
 from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.runtime.stage.parts import Part
+from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.random_state import drawn_seed
 
 Leaves = list[Any]
@@ -164,7 +165,8 @@ class _Boundaries:
 
     def crossings(self, model: nn.Module, current: _Current, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
         """Returns what crosses the boundaries in a forward with these arguments of the model."""
-        flow = self._observed.flow(args, kwargs, training=model.training)
+        with making_tensors():
+            flow = self._observed.flow(args, kwargs, training=model.training)
         self._record(model, current)
         found = self._of_flows.get(id(flow))
         if found is None:

@@ -73,7 +73,7 @@ def set_found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer], device: t
     for optimizer in optimizers:
         flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
         flags.clear()
-        flags[device] = torch.full((), float(is_found), device=device)
+        flags[device] = torch.full((), float(is_found), dtype=torch.float32, device=device)
 
 
 def _sums(pipeline: AttachedPipeline) -> list[Tensor]:

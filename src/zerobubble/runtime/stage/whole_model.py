@@ -90,7 +90,7 @@ def sampled(parameter: Tensor) -> Tensor | None:
     is_plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout is torch.strided and not parameter.is_quantized
     if not is_plain or parameter.is_meta or not parameter.numel():
         return None
-    places = torch.linspace(0, parameter.numel() - 1, _SAMPLED, dtype=torch.float64).long().to(parameter.device)
+    places = torch.linspace(0, parameter.numel() - 1, _SAMPLED, dtype=torch.float64, device="cpu").long().to(parameter.device)
     try:
         sample = parameter.detach().take(places)
     except (NotImplementedError, RuntimeError):  # 8-bit dtypes, without element access

@@ -60,7 +60,7 @@ class GradientScaling:
     def __init__(self, gradients: Gradients, device: torch.device) -> None:
         self.scaler: GradScaler | None = None
         self._gradients = gradients
-        self._one = torch.ones((), device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._unscaled: set[Tensor] = set()
 
     def begin(self, scaler: GradScaler | None) -> None:

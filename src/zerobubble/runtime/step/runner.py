@@ -107,7 +107,7 @@ class StepRunner:
         self._input_gradients = InputGradients()
         self._num_steps = 0
         self._num_evaluations = 0
-        self._nothing = nn.Parameter(torch.empty(0, device=stages.device))
+        self._nothing = nn.Parameter(torch.empty(0, dtype=torch.float32, device=stages.device))
         self._refusals = CallRefusals(peers, guard, programs, losses, self.gather)
         self.scaling = GradientScaling(gradients, stages.device)
         self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)

@@ -96,7 +96,7 @@ class NcclEndpoint(Endpoint):
         channels = list(channels)
         self._used.update(communicators_of(channels))
         self._refuse_few_queues()
-        first = torch.zeros(1, device=self._device)
+        first = torch.zeros(1, dtype=torch.float32, device=self._device)
         for (source, destination), purpose in communicators_of(channels):
             carries = ValueKind.WEIGHT_WORK if purpose is Purpose.SHARED else ValueKind.ACTIVATION
             if source == self.group.rank:

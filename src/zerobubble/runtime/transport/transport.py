@@ -113,7 +113,7 @@ class Transport:
             self.for_tensors.open_channels(channels)
 
     def _barrier(self) -> None:
-        gather(self._for_control, torch.zeros(1, device="cpu"))
+        gather(self._for_control, torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         """Returns a function that starts sending one tensor along a line that begins here, and returns the work to wait for.

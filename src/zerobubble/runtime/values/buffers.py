@@ -1,4 +1,4 @@
-"""Reads and restores the buffers and modes of modules, and clears torch's caches of weights after writes."""
+"""Reads and restores the buffers and modes of modules, makes tensors that last, and clears torch's caches of weights after writes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def in_mode(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def making_tensors() -> Iterator[None]:
+    """A context for tensors that outlive it: leaves the user's `torch.inference_mode`, and keeps the grad mode."""
+    has_grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+        yield
 
 
 @contextmanager
