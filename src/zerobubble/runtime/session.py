@@ -77,7 +77,7 @@ from zerobubble.runtime.transport.terms import Terms, faults_of, note, versions,
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.gradients import Gradients
-from zerobubble.runtime.values.random_state import drawn_seed
+from zerobubble.runtime.values.random_state import next_seed
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     guard = FailureGuard(transport)
     ranks = SetupRanks(transport, guard, SetupTimeout(transport, guard, usable_timeout(options)))
     _rendezvous(ranks)
-    own_seed = 0 if survivors is not None else int(drawn_seed())  # survivors have their modules and keep their seed
+    own_seed = 0 if survivors is not None else next_seed()  # survivors have their modules and keep their seed
     with guard.opening("while agreeing on a seed"):
         seed: int = ranks.gather(own_seed, "agreeing on a seed")[0]
     with guard.during("while building its stages"):

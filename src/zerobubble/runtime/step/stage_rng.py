@@ -2,7 +2,7 @@
 
 A stream is seeded by what the pass computes, not by when and where it runs: by the seed that all ranks share, the step, the stage, and the
 index of the microbatch in the whole batch. So masks are the same under every schedule and on any number of ranks, and no two passes share
-them. The user's generators, with which data loaders shuffle, advance equally on all ranks.
+them. The user's generators, with which data loaders shuffle, do not advance.
 """
 
 from __future__ import annotations

@@ -149,6 +149,12 @@ def drawn_seed() -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
+def next_seed() -> int:
+    """Returns the seed that `drawn_seed` would draw next, and leaves the CPU's generator as it is."""
+    with _ONE_AT_A_TIME, generators_restored([]):
+        return int(drawn_seed())
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """A context in which all devices draw from `seed`; restores the generators, and resets those of devices initialized inside."""
