@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tests.refusals import raises
+from zerobubble.errors import InputError
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
+from zerobubble.runtime.step.optimizers import optimizers_in
 from zerobubble.runtime.step.runner import StepRunner
 
 
@@ -91,3 +94,15 @@ def test_an_optimizer_may_step_while_another_thread_makes_pipelines() -> None:
         thread.join()
         sys.setswitchinterval(interval)
     assert runner.num_calls == 8000
+
+
+def test_a_parameter_twice_in_one_optimizer_or_in_two_is_refused() -> None:
+    parameter, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        twice = torch.optim.SGD([{"params": [other]}, {"params": [parameter, parameter]}])
+    with raises(InputError, optimizer="SGD", number=1):
+        optimizers_in(twice)
+    adamw = torch.optim.AdamW([parameter])
+    with raises(InputError, optimizers="AdamW, AdamW"):
+        optimizers_in([adamw, torch.optim.AdamW([parameter])])
+    assert optimizers_in([adamw, torch.optim.SGD([other])])[0] is adamw

@@ -33,6 +33,7 @@ from zerobubble.runtime.failure.report import forget_locals
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
 from zerobubble.runtime.failure.user_code import begin_at_user_code, user_place, with_place
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
+from zerobubble.runtime.hooks.equal_optimizers import EqualOptimizers
 from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.scaled_gradients import ScaledGradients
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
@@ -57,6 +58,7 @@ from zerobubble.runtime.options import (
 from zerobubble.runtime.split.stage_with_loss import stage_alone, with_loss
 from zerobubble.runtime.stage.divided_head import DividedHead, head_parts_of
 from zerobubble.runtime.stage.head_part import HeadPart
+from zerobubble.runtime.stage.levels import refuse_empty_levels
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.stage.uncut_model import RankStages, refuse_uncut_models
@@ -180,6 +182,9 @@ class Session:
         sums: list[StepHook] = [self.shared] if self.shared.is_needed else []
         if self.replicas is not None:
             sums = [self.replicas.earlier, *sums, self.replicas]
+        optimizers = EqualOptimizers([*self.shared.shared_with_others(), *(self.replicas.shared_with_others() if self.replicas else ())])
+        if optimizers.is_needed:
+            sums.append(optimizers)
         if self.options.scale == GRADIENTS:
             scaled = ScaledGradients(self.setup.stages.modules, self.setup.gradients)
             sums = [scaled.earlier, *sums, scaled]
@@ -486,13 +491,7 @@ def _refuse_empty_levels(ranks: SetupRanks, setup: Setup) -> None:
         return
     doing = "comparing levels of recomputation"
     with ranks.guard.opening(f"while {doing}"):
-        gathered = ranks.gather((setup.choosing, stages.names_of_modules()), doing)
-        empty = [name for name in stages.levels.given if not any(name in those for those, _ in gathered)]
-        if empty:
-            names = list(dict.fromkeys(name for _, names in gathered for name in names))
-            known = f"Modules in stages are called {', '.join(names)}: give patterns such as '*.{names[0]}'" if names else "They have none"
-            message = "recompute={{{empty!r}: ...}} chooses no module of any stage; the levels are {levels}. {known}"
-            raise InputError(message, empty=empty[0], levels=stages.levels, known=known)
+        refuse_empty_levels(stages.levels, ranks.gather((setup.choosing, stages.names_of_modules()), doing))
 
 
 def _fingerprint(value: object) -> str:

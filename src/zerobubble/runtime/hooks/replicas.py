@@ -11,7 +11,7 @@ the moment at which they are complete.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.hooks.equal_optimizers import SharedWith, shared_with_replicas
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.transport.endpoint import Summing
@@ -140,6 +141,12 @@ class Replicas(StepHook):
         for tensor, left in [*self._left.items(), *self._left_of_buffers.items()]:
             if left:
                 self._peers[left].replicate(local_part(tensor.detach()), 0, "giving replicas the values of the first")
+
+    def shared_with_others(self) -> Iterator[SharedWith]:
+        """Yields what this rank shares with the neighbors among its replicas."""
+        for dimensions in self._sums:
+            names = {parameter: self._name_of(-1, parameter) for parameter, left in self._left.items() if left == dimensions}
+            yield from shared_with_replicas(self._peers[dimensions], names)
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
         """Keeps the pipeline, which records the times of the sums."""

@@ -10,7 +10,7 @@ microbatches, and the state of one device after all microbatches cannot be compu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +22,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
+from zerobubble.runtime.hooks.equal_optimizers import SharedWith, neighbors
 from zerobubble.runtime.hooks.replicas import EarlierGradients
 from zerobubble.runtime.hooks.shared_parameters import (
     ParameterInfos,
@@ -85,6 +86,7 @@ class SharedGradients(StepHook):
         self._tied = tied
         # The shared parameters of this rank, each under all its names.
         self._parameters: dict[ParameterName, nn.Parameter] = {}
+        self._groups: list[SharedGroup] = []
         self._sums: list[_GroupSum] = []
         # During a step: the sums that are still to be sent, and the stages that may still add to them.
         self._unsent: list[_GroupSum] = []
@@ -155,11 +157,22 @@ class SharedGradients(StepHook):
         by_name = {stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in self._modules.items()}
         shared_names = {name for group in own for shared in group.parameters for name in shared.names[rank]}
         self._parameters = {name: by_name[name.stage][name.name] for name, info in infos.items() if info.first_name in shared_names}
+        self._groups = own
         self._sums = [_GroupSum(group, self._parameters, self._peers, self._gradients) for group in own]
         self._stages = {stage for group_sum in self._sums for stage in group_sum.stages}
         counted_here = {self._parameters.get(shared.counted_name) for group in own for shared in group.parameters}
         self.counted_elsewhere = set(self._parameters.values()) - counted_here
         self.completes_at_end = frozenset(self._parameters.values())
+
+    def shared_with_others(self) -> Iterator[SharedWith]:
+        """Yields what this rank shares with its neighbors in each group."""
+        rank = self._peers.rank
+        for group in self._groups:
+            names = [shared.names[rank] for shared in group.parameters]
+            held = [[self._parameters[name] for name in of_one] for of_one in names]
+            for peer in neighbors(group.ranks, rank):
+                there = [str(shared.names[peer][0]) for shared in group.parameters]
+                yield SharedWith(self._peers, peer, held, [list(map(str, of_one)) for of_one in names], there)
 
     def _broadcast_parameter(self, shared: SharedParameter, ranks: tuple[int, ...]) -> None:
         source, rank = shared.source, self._peers.rank

@@ -211,3 +211,13 @@ def _words(what: Any) -> str:
     if isinstance(what, type):
         return what.__name__
     return ", ".join(map(_words, what)) if isinstance(what, Sequence) else "a function"
+
+
+def refuse_empty_levels(levels: RecomputeLevels, gathered: Sequence[tuple[Sequence[str], Sequence[str]]]) -> None:
+    """Raises `InputError` if a level chooses no module on any rank, from each rank's levels that choose, and names of its modules."""
+    empty = [name for name in levels.given if not any(name in choosing for choosing, _ in gathered)]
+    if empty:
+        names = list(dict.fromkeys(name for _, names in gathered for name in names))
+        known = f"Modules in stages are called {', '.join(names)}: give patterns such as '*.{names[0]}'" if names else "They have none"
+        message = "recompute={{{empty!r}: ...}} chooses no module of any stage; the levels are {levels}. {known}"
+        raise InputError(message, empty=empty[0], levels=levels, known=known)

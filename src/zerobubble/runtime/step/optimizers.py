@@ -31,12 +31,24 @@ def optimizers_in(given: object) -> tuple[Optimizer, ...]:
     if wrong or not found:
         message = "optimizer must be a torch.optim.Optimizer, or a list of them, got {got}"
         raise InputError(message, argument="optimizer", got=", ".join(wrong) or "an empty list")
-    parameters = list(parameters_of(found))
+    _refuse_repeated(found)
+    return found
+
+
+def _refuse_repeated(optimizers: Sequence[Optimizer]) -> None:
+    """Raises `InputError` for a parameter twice in one optimizer, or in two of them."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            if len(set(group["params"])) < len(group["params"]):
+                message = "{optimizer} holds a parameter twice in its group {number}"
+                raise InputError(message, optimizer=type(optimizer).__name__, number=number, remedy="give it each parameter once")
+    parameters = list(parameters_of(optimizers))
     if len(set(parameters)) < len(parameters):
         raise InputError(
-            "a parameter is in two of the optimizers {optimizers}", optimizers=kinds_of(found), remedy="give each parameter to one of them"
+            "a parameter is in two of the optimizers {optimizers}",
+            optimizers=kinds_of(optimizers),
+            remedy="give each parameter to one of them",
         )
-    return found
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
@@ -189,15 +201,21 @@ def refuse_left_out(stepped: Iterable[Optimizer], given: Sequence[Optimizer], le
 
 
 def optimizers_with_state() -> list[Optimizer]:
-    """Returns all optimizers of this process that have a state, which they have once they have stepped.
+    """Returns all optimizers of this process that have a state, which they have once they have stepped."""
+    return [optimizer for optimizer in live_optimizers() if optimizer.state]
+
+
+def live_optimizers() -> list[Optimizer]:
+    """Returns all optimizers of this process.
 
     Torch has no list of them, so this asks the garbage collector, after it has removed unused ones.
     """
-    if not _with_state():
+    if not _optimizers():
         return []
     gc.collect()
-    return _with_state()
+    return _optimizers()
 
 
-def _with_state() -> list[Optimizer]:
-    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer) and getattr(each, "state", None)]
+def _optimizers() -> list[Optimizer]:
+    objects = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
+    return [optimizer for optimizer in objects if hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")]

@@ -26,6 +26,7 @@ class Topic(Enum):
     ADDED_LOSSES = 7
     BATCH = 8
     ORDER = 9
+    OPTIMIZERS = 10
 
 
 class ControlPayload(Protocol):
