@@ -88,7 +88,7 @@ def kept(group: Any, num_microbatches: int, scale: str) -> list[str]:
         for step in range(STEPS):
             inputs, targets = batch(num_microbatches, seed=step)
             results = {"loss": pipe.step(inputs, targets), "losses": pipe.losses, "added losses": pipe.added_losses}
-            results |= {"norm": pipe.clip_grad_norm_(1.0), "state": pipe.state_dict()}
+            results |= {"norm": pipe.clip_grad_norm_(1.0), "state": pipe.step_state()}
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             results |= {"evaluation": pipe.eval_step(inputs, targets), "outputs": pipe.eval_step(inputs)}

@@ -257,7 +257,7 @@ class Choosy(torch.optim.AdamW):
 
 
 def everything_of(pipe: Any, optimizer: torch.optim.Optimizer, hooks: list[Counting]) -> tuple[Any, ...]:
-    plain = [list(hook.seen) for hook in hooks], optimizer.param_groups[0]["lr"], random.getstate(), pipe.state_dict()["num_steps"]
+    plain = [list(hook.seen) for hook in hooks], optimizer.param_groups[0]["lr"], random.getstate(), pipe.step_state()["num_steps"]
     return numbers_of(pipe.modules.values(), optimizer), torch.get_rng_state(), plain
 
 
@@ -312,12 +312,12 @@ def partial_state(group: Any) -> bool:
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group, hooks=hooks) as pipe:
         optimizer = optimizer_for(pipe)
         train(pipe, optimizer, range(1))
-        state = json.loads(json.dumps(pipe.state_dict()))
+        state = json.loads(json.dumps(pipe.step_state()))
         train(pipe, optimizer, range(1, 3))
         hooks[2].refuses = True  # type: ignore[attr-defined]
         with raises(zb.InputError, "Explodes", "ZeroDivisionError"):
-            pipe.load_state_dict(state)
-        return [hook.seen for hook in hooks] == [[3], [3], [3]] and pipe.state_dict()["num_steps"] == 3
+            pipe.load_step_state(state)
+        return [hook.seen for hook in hooks] == [[3], [3], [3]] and pipe.step_state()["num_steps"] == 3
 
 
 def test_an_optimizer_of_one_device_that_refuses_leaves_the_model_alone(tmp_path: Path) -> None:

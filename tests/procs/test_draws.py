@@ -146,10 +146,10 @@ def in_ways(group: Any) -> list[list[float]]:
             lambda stage, n: nn.Sequential(build(stage, n), nn.Dropout(0.3)), "zb-h1", 2, loss_fn, group=group, split=split
         ) as pipe:
             losses = [pipe.step(*batch(2)).item()]
-            state = pipe.state_dict()
+            state = pipe.step_state()
             if split == "graph":
                 del state["draws_seed"]
-            pipe.load_state_dict(state)
+            pipe.load_step_state(state)
             found.append([*losses, pipe.step(*batch(2)).item()])
     return found
 

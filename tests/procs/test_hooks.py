@@ -122,11 +122,11 @@ def written_down(group: Any) -> tuple[list[Any], list[Any], list[float]]:
         pipe.profile(*batch(MICROBATCHES), steps=1)
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
-        pipe.load_state_dict(pipe.state_dict())
+        pipe.load_step_state(pipe.step_state())
         with raises(zb.InputError, "attached", "pipeline"):
             pipe.attach(second)
         with raises(zb.InputError, "hook", "Diary.7"):
-            pipe.load_state_dict({"num_steps": 1, "hooks": {"Diary.7": {}}})
+            pipe.load_step_state({"num_steps": 1, "hooks": {"Diary.7": {}}})
     return first.heard, second.heard, losses
 
 

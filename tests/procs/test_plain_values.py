@@ -191,8 +191,8 @@ def test_a_hook_that_gathers_a_tensor_gets_the_remedy(world: Ranks) -> None:
 def keeps(group: Any, file: str) -> bool:
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         pipe.step(*batch(4))
-        torch.save(pipe.state_dict(), file)
-        return bool(torch.load(file, weights_only=True) == pipe.state_dict())
+        torch.save(pipe.step_state(), file)
+        return bool(torch.load(file, weights_only=True) == pipe.step_state())
 
 
 def test_the_state_of_a_pipeline_is_plain(world: Ranks, tmp_path: Path) -> None:

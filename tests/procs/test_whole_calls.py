@@ -270,7 +270,7 @@ def call_from_two_threads(group: Any) -> tuple[list[str], list[float]]:
         lambda: clip_(pipe),
         pipe.timeline,
         lambda: pipe.attach(zb.hooks.StepHook()),
-        pipe.state_dict,
+        pipe.step_state,
         pipe.close,
     ]
     losses.append(step(pipe).item())

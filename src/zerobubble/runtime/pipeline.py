@@ -48,6 +48,7 @@ from zerobubble.runtime.survival.survivors import Survival
 from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.transport import Carrier
+from zerobubble.runtime.without_weights import refused
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted
 
@@ -441,16 +442,15 @@ class Pipeline:
         with self._session.guard.during("while gathering a timeline"):
             return self._steps.timeline()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state of the pipeline: the number of steps, the seed of random numbers, and the states of hooks.
-
-        Save it along with modules and optimizers. An optimizer's step that is not validated yet is made final first.
-        """
+    def step_state(self) -> dict[str, Any]:
+        """Returns this rank's number of steps, random seed and states of hooks, not its weights. Pending optimizer steps are made final."""
         return self._steps.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, on every rank. Raises `InputError` for the state of a hook that is not attached."""
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `step_state` returned, on every rank. Raises `InputError` for the state of a hook that is not attached."""
         self._steps.load_state_dict(state)
+
+    state_dict, load_state_dict = refused("state_dict", "save"), refused("load_state_dict", "load")
 
     @property
     def recording(self) -> bool:

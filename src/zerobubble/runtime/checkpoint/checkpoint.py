@@ -25,6 +25,7 @@ def save(
     *,
     scaler: torch.amp.GradScaler | None = None,
     extra: Mapping[str, Any] | None = None,
+    model_only: bool = False,
     wait: bool = True,
 ) -> Saving:
     """Writes a checkpoint of the training state of `pipe` into the folder `path`. Every rank calls it, and all ranks must see the folder.
@@ -38,9 +39,9 @@ def save(
         optimizer: The optimizer or optimizers of this rank. A step that may still be undone is made final first.
         scaler: The gradient scaler.
         extra: A dict of numbers, text, lists and dicts, such as the position in the data, the same on every rank.
+        model_only: True to save parameters, buffers and `extra` alone. Training cannot be resumed from them.
         wait: False to return once everything is copied, and to write while training continues. The copies take as much host memory as
             this rank writes.
-
 
     Returns a `Saving` with `done()` and `wait()`. The next `save`, `load` and `pipe.close` wait for it, too.
 
@@ -49,10 +50,13 @@ def save(
     torch, Python and numpy; the seed of the stages' random numbers; the states of the pipeline and its hooks; and the schedule or plan, in
     `schedule.json`.
 
-    Raises `InputError` on every rank if something cannot be saved or written, and if an optimizer that is not given has stepped parameters
-    that still train; the pipeline stays open. Raises `PipelineError` on every rank if one of them fails.
+    Raises `InputError` on every rank if something cannot be saved or written, if an optimizer that is not given has stepped parameters that
+    still train, and if an optimizer trains other parameters; the pipeline stays open. Raises `PipelineError` on every rank if one of them
+    fails.
     """
-    return with_recovery(pipe, lambda: CheckpointWriter(checkpointed(pipe), optimizer, scaler, extra).write(path, wait=wait))
+    return with_recovery(
+        pipe, lambda: CheckpointWriter(checkpointed(pipe), optimizer, scaler, extra, model_only=model_only).write(path, wait=wait)
+    )
 
 
 @takes()
@@ -62,6 +66,7 @@ def load(
     optimizer: AnyOptimizer | None = None,
     *,
     scaler: torch.amp.GradScaler | None = None,
+    model_only: bool = False,
 ) -> dict[str, Any]:
     """Restores what `save` wrote to `path` into `pipe`, `optimizer` and `scaler`, and returns the `extra`. All ranks call it.
 
@@ -69,10 +74,10 @@ def load(
 
     The pipeline may have another number of ranks or replicas, and another schedule. Without a pipeline, `pipe` is the unsplit model on one
     device. With the same ranks and stages as before, the states of random numbers and hooks are restored, too, and training continues
-    bitwise.
+    bitwise. With `model_only`, only parameters and buffers are loaded, such as for fine-tuning with another optimizer.
 
     Tensors are first read into host memory, which takes as much of it as this rank reads. If it raises `InputError`, it does so on every
     rank and leaves everything as before: for a damaged checkpoint; for another model or optimizer; for another number of stages whose
     parameters are not named as in the whole model; and if a hook, optimizer or scaler on any rank raises while it loads its state.
     """
-    return with_recovery(pipe, lambda: CheckpointLoader(checkpointed(pipe), optimizer, scaler).read(path))
+    return with_recovery(pipe, lambda: CheckpointLoader(checkpointed(pipe), optimizer, scaler, model_only=model_only).read(path))

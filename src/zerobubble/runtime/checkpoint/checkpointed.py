@@ -40,6 +40,8 @@ def with_recovery(given: Pipeline | nn.Module, call: Callable[[], R]) -> R:
 class CheckpointedPipeline:
     """The stages of a pipeline on this rank."""
 
+    owner = "this pipeline"
+
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
         self._steps = pipe._steps
@@ -121,6 +123,7 @@ class CheckpointedModel:
     num_ranks: int = 1
     hooks: Sequence[StepHook] = ()
     saves: BackgroundSaves = field(default_factory=BackgroundSaves)
+    owner: str = "this model"
 
     def activity(self, when: str) -> AbstractContextManager[None]:
         """There are no other ranks to report to."""
@@ -136,7 +139,7 @@ class CheckpointedModel:
         """Looks for optimizers of the process that hold the missing parameters: nothing watches a model outside of a pipeline."""
         left = parameters_left_by(optimizers, self.modules[0].parameters())
         if left:
-            refuse_left_out(optimizers_with_state(), optimizers, left, "this model")
+            refuse_left_out(optimizers_with_state(), optimizers, left, self.owner)
 
     def names(self) -> Names:
         """Returns those of the whole model."""

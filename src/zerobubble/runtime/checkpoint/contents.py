@@ -5,15 +5,18 @@ Every rank writes what it has. What several ranks have, such as replicas, is equ
 | key | value |
 |---|---|
 | `model.NAME` | a parameter or buffer |
-| `optimizer.NAME.KEY` | a tensor that the optimizer keeps for a parameter |
+| `optimizer.NAME.PATH` | a tensor that the optimizer keeps for a parameter |
 | `rank.N.random.DEVICE` | the random state of torch on rank N |
 | `rank.N`, `rest` | JSON: what belongs to rank N alone, and to all |
+
+`rest` has the form of each parameter's state, in which tensors stand by their paths, the options of its group, and the optimizer's class.
+In form 1, it had the values other than tensors instead, whose names were those of a plain dict.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +25,17 @@ from torch.optim import Optimizer
 
 from zerobubble.errors import InputError, with_article
 from zerobubble.runtime.checkpoint.names import Names
+from zerobubble.runtime.checkpoint.nested import paths_in, tensors_in
 from zerobubble.runtime.checkpoint.states import ParameterState, groups_of
 from zerobubble.runtime.checkpoint.tensor_parts import Mark, Marks, joined, marks_in, part, whole
 from zerobubble.runtime.stage.head_part import HeadRows
 from zerobubble.runtime.step.optimizers import parameters_of
 
-FORM = 1
+FORM = 2
 """The version of this form. A reader that knows only lower numbers is too old."""
+
+SavedStates = Mapping[str, Sequence[Any]]
+"""By parameter: the form of its state, the options of its group, and the class of the optimizer."""
 
 
 def parameters_by_name(modules: Mapping[int, nn.Module], names: Names) -> Iterator[tuple[str, nn.Parameter]]:
@@ -70,11 +77,32 @@ def _name(names: Names, stage: int, name: str, mark: Mark | None) -> str:
 def optimizer_tensors(named: Mapping[str, nn.Parameter], states: Mapping[nn.Parameter, ParameterState], marks: Marks) -> dict[str, Tensor]:
     """Returns the tensors that the optimizer keeps for each parameter, by key. Raises `InputError` for what cannot be joined."""
     return {
-        f"optimizer.{name}.{key}": whole(parameter, name, key, tensor, marks)
+        f"optimizer.{name}.{path}": whole(parameter, name, path, tensor, marks)
         for name, parameter in named.items()
         if parameter in states
-        for key, tensor in states[parameter].tensors.items()
+        for path, tensor in states[parameter].tensors.items()
     }
+
+
+def saved_states(rest: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """Returns the states of a checkpoint of any form. Raises `KeyError` if one of their `tensors` is missing."""
+    if rest["form"] == FORM:
+        states: dict[str, Sequence[Any]] = rest["optimizer"]
+    else:
+        paths: dict[str, list[str]] = {name: [] for name in rest["optimizer"]}
+        for key in tensors:
+            name, _, path = key.removeprefix("optimizer.").rpartition(".")
+            if key.startswith("optimizer.") and name in paths:
+                paths[name].append(path)
+        states = {name: [_form_of(values, paths[name]), *others] for name, (values, *others) in rest["optimizer"].items()}
+    for name, (form, *_) in states.items():
+        for path in paths_in(form):
+            tensors[f"optimizer.{name}.{path}"]
+    return states
+
+
+def _form_of(values: Mapping[str, Any], paths: Iterable[str]) -> Any:
+    return {"dict": [*([path, {"tensor": path}] for path in paths), *([name, value] for name, value in values.items())]}
 
 
 def refuse_what_is_not_plain(values: Mapping[str, Any]) -> None:
@@ -105,7 +133,7 @@ def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mappi
     return [f"the checkpoint is of another model: {'; '.join(faults[:4])}"] if faults else []
 
 
-def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> list[str]:
+def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: SavedStates) -> list[str]:
     """Returns why `optimizers` cannot load what was saved for parameters by name."""
     held = set(parameters_of(optimizers))
     lacking = [name for name, parameter in named.items() if parameter in held and name not in saved]
@@ -132,17 +160,19 @@ def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Par
 
 
 def optimizer_targets(
-    optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: Mapping[str, Any], marks: Marks
+    optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: SavedStates, tensors: Mapping[str, Any], marks: Marks
 ) -> dict[str, Tensor]:
     """Returns tensors to read the saved states of `optimizers` into: their current tensors if they fit, otherwise new ones."""
     state_of = {parameter: optimizer.state.get(parameter, {}) for optimizer in optimizers for parameter in parameters_of([optimizer])}
     found = {}
-    for key, tensor in saved.items():
-        name, _, kept = key.removeprefix("optimizer.").rpartition(".")
-        parameter = named.get(name) if key.startswith("optimizer.") and kept else None
-        if parameter is not None and parameter in state_of:
-            now = state_of[parameter].get(kept)
-            there = whole(parameter, name, kept, now, marks) if isinstance(now, Tensor) else None
+    for name, parameter in named.items():
+        if name not in saved or parameter not in state_of:
+            continue
+        now = dict(tensors_in(dict(state_of[parameter])))
+        for path in paths_in(saved[name][0]):
+            key = f"optimizer.{name}.{path}"
+            there, tensor = now.get(path), tensors[key]
+            there = None if there is None else whole(parameter, name, path, there, marks)
             fits = there is not None and there.shape == tensor.size and there.dtype == tensor.properties.dtype
             found[key] = there if there is not None and fits else _new(parameter, tensor, marks)
     return found
@@ -157,15 +187,16 @@ def _new(parameter: nn.Parameter, saved: Any, marks: Marks) -> Tensor:
 
 
 def optimizer_states(
-    named: Mapping[str, nn.Parameter], targets: Mapping[str, Tensor], saved: Mapping[str, Any], marks: Marks
+    named: Mapping[str, nn.Parameter], targets: Mapping[str, Tensor], saved: SavedStates, marks: Marks
 ) -> dict[nn.Parameter, ParameterState]:
     """Returns what was read for each parameter."""
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in targets.items():
-        if key.startswith("optimizer."):
-            name, _, kept = key.removeprefix("optimizer.").rpartition(".")
-            tensors.setdefault(name, {})[kept] = part(tensor) if named[name] in marks else tensor
-    return {parameter: ParameterState(tensors.get(name, {}), *saved[name]) for name, parameter in named.items() if name in saved}
+    found = {}
+    for name, parameter in named.items():
+        if name in saved:
+            keys = {path: f"optimizer.{name}.{path}" for path in paths_in(saved[name][0])}
+            tensors = {path: part(targets[key]) if parameter in marks else targets[key] for path, key in keys.items()}
+            found[parameter] = ParameterState(tensors, *saved[name])
+    return found
 
 
 def empty_like_saved(prefix: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -24,17 +24,18 @@ from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.ranks import agreed, faults_of_all
 from zerobubble.runtime.checkpoint.states import OptimizerState, SavedRandomStates, ScalerState
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
-from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
+from zerobubble.runtime.checkpoint.write import AnyOptimizer, refuse_more_than_model, refuse_others, settled
 from zerobubble.runtime.step.state_changes import Change, HookState, load_states, named_hooks
 from zerobubble.runtime.values.buffers import changing_weights
 
 
 class Saved(NamedTuple):
-    """A checkpoint: its folder, its description, and the size and dtype of each tensor in it."""
+    """A checkpoint: its folder, its description, the states of optimizers, and the size and dtype of each tensor in it."""
 
     folder: Path
     reader: CheckpointReader
     rest: dict[str, Any]
+    states: contents.SavedStates
     tensors: Mapping[str, Any]
     identity: int
 
@@ -114,8 +115,11 @@ class CheckpointReader(FileSystemReader):
 class CheckpointLoader:
     """One call of `load` on this rank."""
 
-    def __init__(self, trained: Checkpointed, optimizer: AnyOptimizer | None, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(
+        self, trained: Checkpointed, optimizer: AnyOptimizer | None, scaler: torch.amp.GradScaler | None, *, model_only: bool
+    ) -> None:
         self._trained = trained
+        self._model_only = model_only
         self._given = optimizer
         self._scaler = scaler
 
@@ -125,7 +129,7 @@ class CheckpointLoader:
         with trained.activity("while loading a checkpoint"):
             trained.saves.finish()
             folder = self._checked(path)
-            optimizers, saved = agreed(trained, lambda: (settled(self._given), _open(folder)))
+            optimizers, saved = agreed(trained, lambda: (self._settled(), _open(folder)))
             trained.settle()
             names = trained.names()
             held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
@@ -133,17 +137,25 @@ class CheckpointLoader:
             own, staged = agreed(trained, lambda: (self._own(saved), saved.stage(targets)))
             with changing_weights():
                 self._apply(saved, names, optimizers, targets, own, staged)
-            if saved.rest["num_steps"] is not None:
+            if saved.rest["num_steps"] is not None and not self._model_only:
                 trained.take_over(saved.rest["num_steps"], saved.rest.get("draws_seed"))
         extra: dict[str, Any] = saved.rest["extra"]
         return extra
+
+    def _settled(self) -> tuple[Optimizer, ...]:
+        """Returns the optimizers, their last step final. Raises `InputError` if they train others."""
+        refuse_more_than_model(self._given, self._scaler, model_only=self._model_only)
+        optimizers = settled(self._given)
+        if optimizers:
+            refuse_others(optimizers, self._trained)
+        return optimizers
 
     def _checked(self, path: Any) -> Path:
         """Returns the folder of the checkpoint, after each rank has checked the checksums of a share of its files; all ranks call it."""
         trained = self._trained
         folder = agreed(trained, lambda: find_checkpoint(resolve_path(path)))
         agreed(trained, lambda: checksums.check(folder, trained.rank, trained.num_ranks))
-        mine = agreed(trained, lambda: checksums.identity(folder))
+        mine = agreed(trained, lambda: checksums.identity(folder)), self._model_only
         of_ranks = trained.gather(mine, "comparing which checkpoint is loaded")
         agreed(trained, lambda: _refuse_different(of_ranks, folder, trained.rank))
         return folder
@@ -154,30 +166,37 @@ class CheckpointLoader:
         modules = self._trained.modules
         found = contents.model_tensors(modules, names)
         faults = contents.model_faults(found, held, saved.tensors)
-        if bool(optimizers) != bool(saved.rest["optimizer"]):
-            has, given = ("no", "one") if optimizers else ("an", "none")
-            faults.append(f"the checkpoint has {has} optimizer, and load was given {given}")
-        if self._scaler is None and saved.rest["scaler"]:
-            faults.append("the checkpoint has a scaler, and load was given none")
-        if self._scaler is not None and self._scaler.is_enabled() and not saved.rest["scaler"]:
-            faults.append("the checkpoint has no enabled scaler, and load was given one")
+        if not self._model_only:
+            faults += self._faults_of_rest(saved, optimizers)
         named = dict(contents.parameters_by_name(modules, names))
         if optimizers and not faults:
-            faults += contents.optimizer_faults(optimizers, named, saved.rest["optimizer"])
+            faults += contents.optimizer_faults(optimizers, named, saved.states)
         raise_faults(faults)
         if optimizers:
-            found |= contents.optimizer_targets(optimizers, named, saved.tensors, marks_of(modules.values()))
+            found |= contents.optimizer_targets(optimizers, named, saved.states, saved.tensors, marks_of(modules.values()))
         if self._restores_exactly(saved):
             found |= contents.empty_like_saved(f"rank.{self._trained.rank}.random", saved.tensors)
         return found
 
+    def _faults_of_rest(self, saved: Saved, optimizers: Sequence[Optimizer]) -> list[str]:
+        """Returns what the checkpoint has in addition to the model and load was not given, and the reverse."""
+        faults = []
+        if bool(optimizers) != bool(saved.states):
+            has, given, alone = ("no", "one", "") if optimizers else ("an", "none", ": give it, or model_only=True to load the model alone")
+            faults.append(f"the checkpoint has {has} optimizer, and load was given {given}{alone}")
+        if self._scaler is None and saved.rest["scaler"]:
+            faults.append("the checkpoint has a scaler, and load was given none")
+        if self._scaler is not None and self._scaler.is_enabled() and not saved.rest["scaler"]:
+            faults.append("the checkpoint has no enabled scaler, and load was given one")
+        return faults
+
     def _restores_exactly(self, saved: Saved) -> bool:
-        """Whether the ranks divide the model in the same way as when it was saved.
+        """Whether the ranks divide the model in the same way as when it was saved, and more than the model is loaded.
 
         If so, each restores its own random numbers and states of hooks.
         """
         trained = self._trained
-        return bool(saved.rest["num_ranks"] == trained.num_ranks and saved.rest["layout"] == trained.layout())
+        return not self._model_only and bool(saved.rest["num_ranks"] == trained.num_ranks and saved.rest["layout"] == trained.layout())
 
     def _own(self, saved: Saved) -> dict[str, Any] | None:
         """Returns what the checkpoint has for this rank alone; None if the ranks divide the model differently."""
@@ -204,13 +223,14 @@ class CheckpointLoader:
         changes: list[Change] = [staged]
         if optimizers:
             named = dict(contents.parameters_by_name(trained.modules, names))
-            states = contents.optimizer_states(named, targets, saved.rest["optimizer"], marks_of(trained.modules.values()))
+            states = contents.optimizer_states(named, targets, saved.states, marks_of(trained.modules.values()))
             changes += [OptimizerState(optimizer, states) for optimizer in optimizers]
         if self._scaler is not None and saved.rest["scaler"]:
             changes.append(ScalerState(self._scaler, saved.rest["scaler"]))
         prefix = f"rank.{trained.rank}.random."
         random = {key.removeprefix(prefix): tensor for key, tensor in targets.items() if key.startswith(prefix)}
-        changes.append(SavedRandomStates(own and own["random"], random, trained.device))
+        if not self._model_only:
+            changes.append(SavedRandomStates(own and own["random"], random, trained.device))
         hooks = named_hooks(trained.hooks)
         states_of_hooks = {} if own is None else {name: state for name, state in own["hooks"].items() if name in hooks}
         where = f"rank {trained.rank}: " if trained.num_ranks > 1 else ""
@@ -242,14 +262,15 @@ def _open(folder: Path) -> Saved:
         _read(targets, reader, DefaultLoadPlanner())
         rest = contents.as_value(targets["rest"])
         form, has_checksums = rest["form"], "checksums" in rest
-    if form != contents.FORM:
-        message = "{file} is a checkpoint of form {got}, but this version of zerobubble reads form {expected}"
-        raise InputError(message, file=str(folder), got=form, expected=contents.FORM)
+        if form > contents.FORM:
+            message = "{file} is a checkpoint of form {got}, but this version of zerobubble reads forms up to {expected}"
+            raise InputError(message, file=str(folder), got=form, expected=contents.FORM, remedy="update zerobubble")
+        states = contents.saved_states(rest, tensors)
     if has_checksums and checksums.read_checksums(folder) is None:
         raise InputError(
             "the checkpoint is damaged: {file} is missing; restore it from a copy", file=str(folder / checksums.CHECKSUMS_FILE)
         )
-    return Saved(folder, reader, rest, tensors, identity)
+    return Saved(folder, reader, rest, states, tensors, identity)
 
 
 @contextmanager
@@ -265,10 +286,14 @@ def _readable(folder: Path) -> Iterator[None]:
         raise InputError("{file} is not a readable checkpoint of zb.save: {reason}", file=str(folder), reason=why) from error
 
 
-def _refuse_different(of_ranks: list[int], folder: Path, rank: int) -> None:
-    if of_ranks[rank] != of_ranks[0]:
+def _refuse_different(of_ranks: list[tuple[int, bool]], folder: Path, rank: int) -> None:
+    (identity, model_only), (identity_of_first, model_only_of_first) = of_ranks[rank], of_ranks[0]
+    if identity != identity_of_first:
         message = "rank {rank} finds a different checkpoint at {folder} than rank 0"
         raise InputError(message, rank=rank, folder=str(folder), remedy="give the same path on every rank")
+    if model_only != model_only_of_first:
+        message = "model_only is {expected} on rank 0 and {got} on rank {rank}"
+        raise InputError(message, rank=rank, expected=model_only_of_first, got=model_only, remedy="give the same on each")
 
 
 def _read(targets: dict[str, Tensor], reader: FileSystemReader, planner: DefaultLoadPlanner) -> None:

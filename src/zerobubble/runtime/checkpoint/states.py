@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,17 +11,22 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError, with_article
+from zerobubble.runtime.checkpoint.nested import UnknownValueError, decoded, encoded, paired, tensors_in
 from zerobubble.runtime.values.random_state import RandomState, RandomStates
 
+MODEL_ONLY = "save the parameters and buffers alone, with model_only=True"
 _OF_RANK = frozenset({"params", "param_names"})
 """The entries of a parameter group that list its parameters, of which each rank has others. All others are options."""
 
 
 class ParameterState(NamedTuple):
-    """The state of an optimizer for a parameter: tensors and other values; the options of its group; the class of the optimizer."""
+    """The state of an optimizer for a parameter: its tensors by path, and its JSON form.
 
-    tensors: dict[str, Tensor]
-    values: dict[str, Any]
+    `options` are the JSON forms of the options of its group, and `kind` is the class of the optimizer.
+    """
+
+    tensors: Mapping[str, Tensor]
+    form: Any
     options: dict[str, Any]
     kind: str = ""
 
@@ -29,21 +34,21 @@ class ParameterState(NamedTuple):
 def states_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, ParameterState]:
     """Returns the state of each parameter of `optimizers`.
 
-    Raises `InputError` for options that are neither numbers nor text, and for a state that belongs to no parameter.
+    Raises `InputError` for options and states that have no JSON form, and for a state that belongs to no parameter.
     """
     found = {}
     for optimizer in optimizers:
         shared = [key for key in optimizer.state if not isinstance(key, Tensor)]
         if shared:
             message = "{optimizer} has a state {name!r} that belongs to no parameter, and a checkpoint holds those of parameters"
-            raise InputError(message, optimizer=type(optimizer).__name__, name=shared[0], remedy="keep it in the options of its groups")
+            remedy = f"keep it in the options of its groups, or {MODEL_ONLY}"
+            raise InputError(message, optimizer=type(optimizer).__name__, name=shared[0], remedy=remedy)
     for optimizer, group in groups_of(optimizers):
-        options = {name: _plain(name, value) for name, value in group.items() if name not in _OF_RANK}
+        options = {name: _option(name, value, type(optimizer).__name__) for name, value in group.items() if name not in _OF_RANK}
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            values = {name: _plain(name, value) for name, value in state.items() if name not in tensors}
-            found[parameter] = ParameterState(tensors, values, options, type(optimizer).__name__)
+            state = dict(optimizer.state.get(parameter, {}))
+            form = _form(state, type(optimizer).__name__)
+            found[parameter] = ParameterState(dict(tensors_in(state)), form, options, type(optimizer).__name__)
     return found
 
 
@@ -66,18 +71,18 @@ class OptimizerState:
     def make(self) -> None:
         optimizer, states = self._optimizer, self._states
         places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {
-            number: {**states[parameter].tensors, **states[parameter].values}
-            for number, parameter in enumerate(places)
-            if parameter in states and (states[parameter].tensors or states[parameter].values)
-        }
+        values = {parameter: decoded(states[parameter].form, states[parameter].tensors) for parameter in places if parameter in states}
+        state = {number: values[parameter] for number, parameter in enumerate(places) if values.get(parameter)}
         groups, first = [], 0
         for group in optimizer.param_groups:
             saved = next((states[parameter].options for parameter in group["params"] if parameter in states), {})
-            loaded = {name: _like(group.get(name), value) for name, value in saved.items() if name not in _OF_RANK}
+            loaded = {name: _like(group.get(name), decoded(form, {})) for name, form in saved.items() if name not in _OF_RANK}
             groups.append({**group, **loaded, "params": list(range(first, first + len(group["params"])))})
             first += len(group["params"])
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+            for parameter, saved_state in values.items():
+                _undo_casts(optimizer.state, parameter, saved_state)
 
     def undo(self) -> None:
         """See `Change`. torch's optimizers load into new containers, so restoring the previous ones suffices."""
@@ -102,23 +107,48 @@ class ScalerState:
             self._scaler.load_state_dict(self._before)
 
 
-def _plain(name: str, value: Any) -> Any:
-    """Returns an option in its JSON form."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (tuple, list)) and all(isinstance(each, (bool, int, float, str)) or each is None for each in value):
-        return list(value)
-    if isinstance(value, (bool, int, float, str)) or value is None:
-        return value
-    message = "the optimizer's {name!r} is {got}, which a checkpoint cannot hold"
-    raise InputError(message, name=name, got=with_article(type(value).__name__), remedy="restore it in your program")
+def _undo_casts(states: MutableMapping[Any, Any], parameter: Tensor, saved: Mapping[Any, Any]) -> None:
+    """Restores the dtypes of the `saved` state, which torch casts to the dtype of the parameter, and text, which it replaces."""
+    if parameter not in states:
+        return
+    loaded = states[parameter]
+    for name, value in loaded.items():
+        if name != "step":  # torch chooses its device and dtype by the options of the group
+            loaded[name] = paired(value, saved.get(name), _uncast)
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and saved.dtype != loaded.dtype:
+        return saved.to(loaded.device)
+    return saved if isinstance(saved, str) else loaded
+
+
+def _form(value: Any, optimizer: str, path: str = "") -> Any:
+    """Returns the JSON form of a state or option. Raises `InputError` if it has none."""
+    try:
+        return encoded(value, path)
+    except UnknownValueError as error:
+        raise _unknown(error.path, error.value, optimizer) from None
+
+
+def _unknown(path: str, value: Any, optimizer: str) -> InputError:
+    message, got = "{name!r} of {optimizer} is {got}, which a checkpoint cannot hold", with_article(type(value).__name__)
+    return InputError(message, name=path, optimizer=optimizer, got=got, remedy=MODEL_ONLY)
+
+
+def _option(name: str, value: Any, optimizer: str) -> Any:
+    """Returns the JSON form of an option, of a single number if it is a tensor."""
+    plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    for path, tensor in tensors_in(plain, name):
+        raise _unknown(path, tensor, optimizer)
+    return _form(plain, optimizer, name)
 
 
 def _like(now: Any, saved: Any) -> Any:
     """Returns a saved option in the form of the current one: a tuple, or a tensor."""
     if isinstance(now, Tensor):
         return now.new_tensor(saved)
-    return tuple(saved) if isinstance(now, tuple) else saved
+    return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved
 
 
 def tensor_states(states: RandomStates) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from zerobubble.runtime.checkpoint.ranks import agreed
 from zerobubble.runtime.checkpoint.states import plain_states, states_of, tensor_states
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.hooks.post_validation import PostValidation
-from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
+from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in, refuse_foreign
 from zerobubble.runtime.step.state_changes import hook_states
 from zerobubble.runtime.values.random_state import RandomStates
 
@@ -34,9 +34,16 @@ class CheckpointWriter:
     """One call of `save` on this rank."""
 
     def __init__(
-        self, trained: Checkpointed, optimizer: AnyOptimizer | None, scaler: torch.amp.GradScaler | None, extra: Mapping[str, Any] | None
+        self,
+        trained: Checkpointed,
+        optimizer: AnyOptimizer | None,
+        scaler: torch.amp.GradScaler | None,
+        extra: Mapping[str, Any] | None,
+        *,
+        model_only: bool,
     ) -> None:
         self._trained = trained
+        self._model_only = model_only
         self._optimizer = optimizer
         self._scaler = scaler
         self._extra = extra
@@ -90,37 +97,41 @@ class CheckpointWriter:
         inner = agreed(trained, lambda: self._settled())
         num_steps = trained.settle()
         names = trained.names()
-        now = RandomStates.now(trained.device)
+        now = None if self._model_only else RandomStates.now(trained.device)
         tensors, mine = agreed(trained, lambda: self._mine(names, inner, now))
         of_ranks = trained.gather(mine, "telling the others what a checkpoint holds")
         agreed(trained, lambda: _refuse_other(of_ranks))
         options = {name: kept for theirs in of_ranks for name, kept in theirs["optimizer"].items()}
-        rest = {"form": contents.FORM, "num_ranks": len(of_ranks), "num_steps": num_steps, **names._asdict(), "optimizer": options}
-        rest |= {"draws_seed": trained.rng_seed(), "layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
-        rest["checksums"] = CHECKSUMS_FILE
-        own = {"hooks": mine["hooks"], "random": plain_states(now)}
+        rest = {"form": contents.FORM, "num_ranks": len(of_ranks), **names._asdict(), "optimizer": options}
+        rest |= {"num_steps": None, "draws_seed": None} if self._model_only else {"num_steps": num_steps, "draws_seed": trained.rng_seed()}
+        rest |= {"layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"], "checksums": CHECKSUMS_FILE}
+        own = {"hooks": mine["hooks"], "random": None if now is None else plain_states(now)}
         return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
 
     def _settled(self) -> tuple[Optimizer, ...]:
-        """Returns the optimizers, their last step final. Raises `InputError` if others train the same stages."""
+        """Returns the optimizers, their last step final. Raises `InputError` if others train the same stages, or if these train others."""
+        refuse_more_than_model(self._optimizer, self._scaler, model_only=self._model_only)
         optimizers = settled(self._optimizer)
         if optimizers:
+            refuse_others(optimizers, self._trained)
+        if not self._model_only:
             self._trained.refuse_partial(optimizers)
         return optimizers
 
-    def _mine(self, names: Names, optimizers: Sequence[Optimizer], now: RandomStates) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _mine(self, names: Names, optimizers: Sequence[Optimizer], now: RandomStates | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns what this rank has: tensors, and everything else."""
         trained = self._trained
         named = dict(contents.parameters_by_name(trained.modules, names))
         states = states_of(optimizers)
-        random = {f"rank.{trained.rank}.random.{kind}": state for kind, state in tensor_states(now).items()}
+        random = {} if now is None else {f"rank.{trained.rank}.random.{kind}": state for kind, state in tensor_states(now).items()}
         kept = contents.optimizer_tensors(named, states, marks_of(trained.modules.values()))
         tensors = {**contents.model_tensors(trained.modules, names), **kept, **random}
         mine = {
             "optimizer": {name: list(states[one][1:]) for name, one in named.items() if one in states},
-            "hooks": hook_states(trained.hooks),
+            "hooks": {} if self._model_only else hook_states(trained.hooks),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": dict(self._extra or {}),
+            "model_only": self._model_only,
         }
         contents.refuse_what_is_not_plain(mine)
         return tensors, mine
@@ -134,9 +145,23 @@ def settled(optimizer: AnyOptimizer | None) -> tuple[Optimizer, ...]:
     return () if optimizer is None else optimizers_in(optimizer)
 
 
+def refuse_more_than_model(optimizer: object, scaler: object, *, model_only: bool) -> None:
+    """Raises `InputError` for an optimizer or a scaler that is given with `model_only`."""
+    unused = [name for name, value in (("optimizer", optimizer), ("scaler", scaler)) if value is not None]
+    if model_only and unused:
+        message = "model_only=True leaves out {argument}, which was given"
+        raise InputError(message, argument=" and ".join(unused), got=True, remedy="leave out one of them")
+
+
+def refuse_others(optimizers: Sequence[Optimizer], trained: Checkpointed) -> None:
+    """Raises `InputError` if `optimizers` train other parameters than those of `trained`."""
+    own = [parameter for module in trained.modules.values() for parameter in module.parameters()]
+    refuse_foreign(optimizers, own, trained.owner)
+
+
 def _refuse_other(of_ranks: list[dict[str, Any]]) -> None:
     """Raises `InputError` if ranks differ in a value that a checkpoint holds once."""
-    for what in {"extra", "scaler", "path"} & of_ranks[0].keys():
+    for what in {"extra", "scaler", "path", "model_only"} & of_ranks[0].keys():
         for rank, theirs in enumerate(of_ranks):
             if theirs[what] != of_ranks[0][what] and repr(theirs[what]) != repr(of_ranks[0][what]):  # NaN does not equal itself
                 raise InputError(

@@ -9,9 +9,6 @@ from statistics import median_low
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 from torch import nn
 
 from zerobubble.costs import COLLECTIVE, Costs
@@ -22,6 +19,7 @@ from zerobubble.rules import recomputed
 from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.values.buffers import buffers_of, changing_weights, put_buffers
 from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.random_state import python_generator_restored
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Span, Timeline
 
@@ -112,9 +110,16 @@ def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gra
 @contextmanager
 def progress_reporter(progress: Progress | None, rank: int) -> Iterator[Progress]:
     """A context with the callback for every step: `progress`, or by default a progress bar on the terminal of rank 0, if it has one."""
-    console = Console(stderr=True)
-    if progress is not None or rank or not console.is_terminal:
+    if progress is not None or rank:
         yield progress or (lambda done, total: None)
+        return
+    with python_generator_restored():  # rich draws a number when it is imported
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
         return
     with Bars(TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True) as bars:
         bar = bars.add_task("")

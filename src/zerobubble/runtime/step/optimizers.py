@@ -196,8 +196,32 @@ def refuse_left_out(stepped: Iterable[Optimizer], given: Sequence[Optimizer], le
     """Raises `InputError` if any optimizer that has `stepped` holds parameters in `left`, which those `given` do not hold."""
     others = [optimizer for optimizer in stepped if not left.isdisjoint(parameters_of([optimizer]))]
     if others:
-        message = "{got} has stepped parameters of {owner} that {expected} does not hold"
-        raise InputError(message, got=kinds_of(others), owner=owner, expected=kinds_of(given), remedy="give all optimizers, as a list")
+        message = (
+            f"{{got}} has stepped parameters of {{owner}}{' that {expected} does not hold' if given else ', and no optimizer was given'}"
+        )
+        remedy = "give all optimizers, as a list" if given else "give it, or save the parameters and buffers alone, with model_only=True"
+        raise InputError(message, got=kinds_of(others), owner=owner, expected=kinds_of(given), remedy=remedy)
+
+
+def refuse_foreign(given: Sequence[Optimizer], own: Sequence[Tensor], owner: str) -> None:
+    """Raises `InputError` if optimizers train parameters that are not among `own`, or no parameter among `own` that requires a gradient.
+
+    Other parameters without a gradient and a state are not trained, such as the placeholder of a rank without trainable parameters.
+    """
+    held, mine = set(parameters_of(given)), set(own)
+    states = [optimizer.state for optimizer in given]
+    trained = [one for one in held - mine if one.grad is not None or any(state.get(one) for state in states)]
+    if trained or (held.isdisjoint(mine) and any(one.requires_grad for one in mine)):
+        raise InputError(
+            "{got} trains {num_foreign} that {owner} does not have, and {num_own} of its {num_parameters}",
+            argument="optimizer",
+            got=kinds_of(given),
+            num_foreign=counted(len(trained) or len(held - mine), "parameter"),
+            owner=owner,
+            num_own=len(held & mine),
+            num_parameters=len(mine),
+            remedy=f"give the optimizers that train {owner} alone",
+        )
 
 
 def optimizers_with_state() -> list[Optimizer]:

@@ -164,3 +164,13 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     if used is None and (first_used := accelerator_in_use()) is not None:
         seed_alike(first_used)
+
+
+@contextmanager
+def python_generator_restored() -> Iterator[None]:
+    """A context after which Python's generator is as before, such as for the import of a module that draws from it."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)

@@ -1,0 +1,23 @@
+"""Calls of `nn.Module` that would return or load all weights, which no rank of a pipeline has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from zerobubble.errors import InputError
+
+
+def refused(method: str, call: str) -> Callable[..., NoReturn]:
+    """Returns a method that raises `InputError`, whose remedy is `call`."""
+
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InputError(
+            "a Pipeline has no {method}(), because each rank has the weights of its own stages only",
+            method=method,
+            remedy=f"call zb.{call}(path, pipe, optimizer) on every rank, or zb.{call}(path, pipe, model_only=True) for the weights alone",
+        )
+
+    refuse.__name__ = method
+    refuse.__doc__ = f"Raises `InputError`: call `zb.{call}`."
+    return refuse
