@@ -78,7 +78,7 @@ class Stage:
                 "stage {index} holds a {averaging}, which averages gradients before all microbatches have added to them; {remedy}",
                 index=index,
                 averaging=_AVERAGING[averaging[0]],
-                remedy="give the module without it, and replicas as dimension 'dp' of mesh; a whole model is cut by zb.split(model)",
+                remedy="give the module without it, a whole model as zb.split(model), and average `.grad` over its group after each step",
             )
         self.module = module
         self.index = index
