@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +34,13 @@ def write_text(file: str | Path, text: str) -> None:
         if target.exists() and not target.is_file():
             target.write_text(text, encoding="utf-8", newline="")
             return
-        target = Path(os.path.realpath(target))
+    replace_text(os.path.realpath(target), text)
+
+
+def replace_text(file: str | Path, text: str) -> None:
+    """Write `file` atomically like `write_text`, but replace a link, device or pipe instead of writing through it."""
+    target = Path(file)
+    with _refusing(file):
         handle, draft = _draft_of(target)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
@@ -78,6 +86,26 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+@contextmanager
+def opened_regular(file: str | Path) -> Iterator[BufferedReader]:
+    """Open a file for reading. Raises `InputError` with its name if it cannot be read, or is not a regular file.
+
+    A pipe or a device may never end, or make its reader wait for ever.
+    """
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise InputError("cannot read {file}: it is not a regular file", file=str(file))
+            yield opened
+    except OSError as error:
+        raise InputError("cannot read {file}: {reason}", file=str(file), reason=error.strerror) from error
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError("cannot read {file!r}: {reason}", file=str(file), reason=str(error)) from error
 
 
 def read_whole(opened: Readable, most: int) -> bytearray | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -88,7 +90,7 @@ def test_a_continued_run_keeps_its_folder_and_another_is_refused(world: Ranks, t
     for _ in range(2):
         world.run(record, tmp_path / "run", ranks=2)
     state = figures(Run(str(tmp_path / "run")))
-    assert (state["status"]["state"], state["step"], state["unreadable_lines"]) == ("ended", STEPS - 1, 0)
+    assert (state["status"]["state"], state["step"], state["unreadable_lines"]) == ("ended", STEPS - 1, {})
     assert all(world.run(record_twice, tmp_path / "twice", ranks=2))
 
 
@@ -198,7 +200,7 @@ def test_a_disk_that_fails_is_logged_once_and_training_goes_on(caplog: pytest.Lo
             recorder.put(lambda: step_recorder.Recorded(report, schedule, None, 0.0))
         recorder.close(None)
     assert len(caplog.records) == 1
-    assert (tmp_path / log_name(0)).read_text().count("\n") == 1
+    assert len((tmp_path / log_name(0)).read_text().strip().splitlines()) == 1
 
 
 class _Failing:
@@ -276,3 +278,90 @@ def test_the_page_on_watching_records_a_run(tmp_path: Path) -> None:
     assert state["status"]["state"] == "ended"
     assert state["planned"] is not None
     assert torch.tensor([loss for _, loss in state["series"]["loss"]]).diff().mean() < 0
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond `num_bytes`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("failure", [None, zb.PipelineError("rank 0 failed " + "x" * 3000, rank=0, op="run 0F1")])
+def test_a_run_that_ends_on_a_full_disk_has_ended(tmp_path: Path, failure: zb.PipelineError | None) -> None:
+    keeper = step_recorder.FolderKeeper(tmp_path, 0, 1, zb.make("1f1b", 1, 2), None)
+    steps = [
+        step_recorder.Recorded(zb.hooks.StepReport(number, 1.0, 0.5, 1.0, None), zb.make("1f1b", 1, 2), None, time.time())
+        for number in range(2)
+    ]
+    keeper.keep(steps[:1], 0)
+    log = tmp_path / log_name(0)
+    size = log.stat().st_size
+    run = Run(str(tmp_path))
+    with full_disk(size + 5):
+        with pytest.raises(OSError, match="large"):
+            keeper.keep(steps[1:], 0)
+        assert log.stat().st_size == size, "no part of a line"
+        run.refresh()
+        assert run.status().state is State.RUNS
+        keeper.close(failure)
+    for read in (run, Run(str(tmp_path))):
+        read.refresh()
+        status = read.status()
+        assert read.step == 0
+        assert figures(read)["unreadable_lines"] == {}
+        if failure is None:
+            assert status.state is State.CLOSED
+        else:
+            assert (status.state, status.rank, status.op) == (State.FAILED, 0, "run 0F1")
+            assert str(failure).startswith(status.why)
+    step_recorder.FolderKeeper(tmp_path, 0, 1, zb.make("1f1b", 1, 2), None).close(None)
+    assert Run(str(tmp_path)).status().state is State.CLOSED
+
+
+def attached_where_nothing_can_be_written(group: Any, folder: Path) -> float:
+    """The loss of a step after the folders of several hooks were refused."""
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        (folder / "file").touch()
+        for wrong in (f"{folder}/a\0b", folder / "file" / "run", "/proc/run", f"{folder}/{'x' * 300}"):
+            with pytest.raises(zb.InputError):
+                pipe.attach(zb.hooks.Telemetry(folder=wrong))
+        with full_disk(0), pytest.raises(zb.InputError):
+            pipe.attach(zb.hooks.Telemetry(folder=folder / "full"))
+        pipe.attach(zb.hooks.Telemetry(folder=folder / "run"))
+        return pipe.step(*batch(4)).item()
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_pipeline_open(world: Ranks, tmp_path: Path) -> None:
+    losses = world.run(attached_where_nothing_can_be_written, tmp_path, ranks=2)
+    assert losses[0] == losses[1]
+    assert Run(str(tmp_path / "run")).status().state is State.CLOSED
+
+
+def test_telemetry_writes_through_no_link_in_its_folder(tmp_path: Path) -> None:
+    schedule = zb.make("1f1b", 1, 2)
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / HEADER).symlink_to(precious)
+    link = folder / log_name(0)
+    for target in (precious, tmp_path / "missing"):
+        link.symlink_to(target)
+        with raises(zb.InputError, folder=str(folder)):
+            step_recorder.FolderKeeper(folder, 0, 1, schedule, None)
+        link.unlink()
+    os.mkfifo(link)
+    with raises(zb.InputError, file=str(link)):
+        step_recorder.FolderKeeper(folder, 0, 1, schedule, None)
+    link.unlink()
+    linked = tmp_path / "latest"
+    linked.symlink_to(folder)
+    step_recorder.FolderKeeper(linked, 0, 1, schedule, None).close(None)
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "missing").exists()
+    assert Run(str(linked)).status().state is State.CLOSED

@@ -49,7 +49,7 @@ def test_the_state_is_printed_once(recorded: Recorded) -> None:
         **dict.fromkeys(("0F", "0B", "0W"), 0.0),
         **dict.fromkeys(("1F", "1B", "1W"), 0.5),
     }
-    assert state["waits"] == [[0.0, pytest.approx(0.01)], [pytest.approx(0.02), 0.0]]
+    assert state["waits"] == [{"rank": rank, "waits_for": 1 - rank, "seconds": pytest.approx(0.01 * (rank + 1))} for rank in range(2)]
     peaks = [rank.peak_bytes for rank in plan.ranks]
     assert state["memory"] == [{"rank": rank, "measured": 4 * (rank + 1), "forecast": peaks[rank]} for rank in range(2)]
     assert state["details_step"] == 26
@@ -85,7 +85,7 @@ def test_a_last_line_counts_once_it_is_complete(recorded: Recorded) -> None:
             file.write(part)
         run.refresh()
     assert run.step == 30
-    assert figures(run)["unreadable_lines"] == 0
+    assert figures(run)["unreadable_lines"] == {}
 
 
 def test_the_rest_of_a_killed_process_is_passed_over(recorded: Recorded) -> None:
@@ -93,7 +93,7 @@ def test_the_rest_of_a_killed_process_is_passed_over(recorded: Recorded) -> None
         file.write('{"at":17,"step"\n{"step": 5}\n[3]\n7\n')
     recorded.step(30)
     run = Run(str(recorded.folder))
-    assert (run.step, figures(run)["unreadable_lines"]) == (30, 4)
+    assert (run.step, figures(run)["unreadable_lines"]) == (30, {log_name(1): 4})
 
 
 def test_a_continued_run_replaces_the_steps_that_it_repeats(recorded: Recorded) -> None:

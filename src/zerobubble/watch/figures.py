@@ -33,7 +33,7 @@ def figures(run: Run) -> dict[str, Any]:
         "memory": memory(run),
         "details_step": run.details_step if run.details is not None else None,
         "left_out": sum(log.left_out for log in logs),
-        "unreadable_lines": sum(log.unreadable for log in logs),
+        "unreadable_lines": {log.path.name: log.unreadable for log in logs if log.unreadable},
         "series": {name: list(map(list, series.points().items())) for name, series in run.series.items()},
     }
 
@@ -52,23 +52,22 @@ def passes(run: Run) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: (row["stage"], row["rank"]))
 
 
-def waits(run: Run) -> list[list[float]]:
-    """Return the mean seconds of a step in which each rank waited for messages of each other one; a row is a rank that waited."""
-    ranks = run.num_ranks
-    found = [[0.0] * ranks for _ in range(ranks)]
+def waits(run: Run) -> list[dict[str, Any]]:
+    """Return the mean seconds of a step in which each rank waited for messages of each other one, without pairs that never waited."""
+    found = []
     for rank, log in run.logs.items():
-        for other in range(ranks):
-            found[rank][other] = mean(report.waits.get(other, 0.0) for report in log.recent) if log.recent else 0.0
+        others = sorted({other for report in log.recent for other, seconds in report.waits.items() if seconds})
+        for other in others:
+            seconds = mean(report.waits.get(other, 0.0) for report in log.recent)
+            found.append({"rank": rank, "waits_for": other, "seconds": seconds})
     return found
 
 
 def memory(run: Run) -> list[dict[str, Any]]:
     """Return the bytes held for backward on each rank, as measured last and as forecast by the costs."""
-    forecast = run.forecast
+    forecast = dict(enumerate(run.forecast))
     measured = {rank: log.peak_bytes for rank, log in run.logs.items()}
-    return [
-        {"rank": rank, "measured": measured.get(rank), "forecast": forecast[rank] if forecast else None} for rank in range(run.num_ranks)
-    ]
+    return [{"rank": rank, "measured": measured.get(rank), "forecast": forecast.get(rank)} for rank in range(run.num_ranks)]
 
 
 def _finite(value: float | None) -> float | None:

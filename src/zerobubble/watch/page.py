@@ -13,7 +13,7 @@ from zerobubble.errors import ZeroBubbleError
 from zerobubble.explain import Gap, gaps
 from zerobubble.kinds import Kind, traits_of
 from zerobubble.timeline import Timeline
-from zerobubble.units import show_percent
+from zerobubble.units import counted, show_percent
 from zerobubble.view import MemoryRow, Viewed
 from zerobubble.view.assets import asset, script, shell
 from zerobubble.view.page import section, table, viewer_data
@@ -103,6 +103,7 @@ def _status(state: dict[str, Any]) -> str:
     urgent = " caution" if status["state"] in ENDED else ""
     word = f'<b class="state {status["state"]}">{escape(status["state"])}</b>'
     lost = f" {state['left_out']} steps were left out of its record." if state["left_out"] else ""
+    lost += "".join(f" {counted(lines, 'line')} of {name} cannot be read." for name, lines in state["unreadable_lines"].items())
     return f'<p class="run{urgent}">{word} <b>{name}</b>{step}, {escape(when)}{why}.{lost}</p>\n'
 
 
@@ -206,7 +207,7 @@ def _stages(run: Run, state: dict[str, Any]) -> tuple[str, str]:
 
 
 def _waits(state: dict[str, Any]) -> tuple[str, str]:
-    pairs = [(seconds, rank, other) for rank, row in enumerate(state["waits"]) for other, seconds in enumerate(row) if seconds > 0]
+    pairs = [(wait["seconds"], wait["rank"], wait["waits_for"]) for wait in state["waits"]]
     if not pairs or not state["step_seconds"]:
         return "", ""
     pairs.sort(reverse=True)

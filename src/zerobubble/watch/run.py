@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import socket
 import time
-from collections.abc import Mapping
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ZeroBubbleError
+from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Schedule
-from zerobubble.run_folder import FORM, HEADER, NUM_DETAILS, detail_name
-from zerobubble.simulation import peak_memory, simulate
+from zerobubble.run_folder import HEADER, MOST_RANKS, NUM_DETAILS, detail_name, log_name
 from zerobubble.timeline import Timeline
 from zerobubble.watch.rank_log import RankLog
+from zerobubble.watch.records import REMEDY, Details, Header, Remembered, timeline_of
 from zerobubble.watch.series import Series, mean_of
 
 _RIGHT_FOLDER = "give the folder of zb.hooks.Telemetry(folder=...)"
+_LOG = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 SILENT_S = 60.0
 """Seconds without a step after which a run on another host is reported as silent."""
 SILENT_STEPS = 20
@@ -59,7 +60,8 @@ class Run:
         details: The latest step that every rank recorded in detail, whose number is `details_step`.
         series: The figures of each step: the loss, the seconds of the step and its bubble, and the seconds of each stage's passes.
 
-    Raises `InputError` for a folder that is not a run, and for files of another form.
+    Raises `InputError` for a folder that is not a run, and for a damaged file, in each `refresh` until it is restored. Files may be from
+    anyone: they take memory and time in proportion to their size.
     """
 
     def __init__(self, folder: str) -> None:
@@ -68,69 +70,58 @@ class Run:
         if not self._folder.is_dir():
             raise InputError("there is no folder {folder}", folder=folder, remedy=_RIGHT_FOLDER)
         self._all_logs: dict[int, RankLog] = {}
-        self.schedule: Schedule | None = None
-        self.costs: Costs | None = None
-        self.plan: Timeline | None = None
-        self.forecast: tuple[int, ...] = ()
+        self._header = Remembered(self._folder / HEADER, Header.from_dict)
+        self._details: dict[tuple[int, int], Remembered[Details]] = {}
+        self.header = Header()
         self.details: Timeline | None = None
         self.details_step = -1
+        self._shown: dict[int, Details] = {}
         self.series: dict[str, Series] = {}
-        self._seen: dict[Path, int] = {}
-        self._details_in: dict[Path, dict[str, Any]] = {}
         self.refresh()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.header.schedule
+
+    @property
+    def costs(self) -> Costs | None:
+        return self.header.costs
+
+    @property
+    def plan(self) -> Timeline | None:
+        return self.header.plan
+
+    @property
+    def forecast(self) -> tuple[int, ...]:
+        return self.header.forecast
 
     def refresh(self) -> None:
         """Read what the ranks have written since the last time."""
-        for path in self._folder.glob("rank-*.jsonl"):
-            if found := re.fullmatch(r"rank-(\d+)\.jsonl", path.name):
-                self._all_logs.setdefault(int(found[1]), RankLog(path))
-        header = self._folder / HEADER
-        missing = [name for name, is_there in ((HEADER, header.is_file()), ("rank-0.jsonl", bool(self._all_logs))) if not is_there]
+        names = self._names()
+        for name in names:
+            if match := _LOG.fullmatch(name):
+                self._all_logs.setdefault(int(match[1]), RankLog(self._folder / name))
+        missing = [name for name, is_there in ((HEADER, HEADER in names), (log_name(0), bool(self._all_logs))) if not is_there]
         if missing:
             message = "{folder} is not a run folder: it has no {file}"
             raise InputError(message, folder=self.name, file=" and no ".join(missing), remedy=_RIGHT_FOLDER)
         for log in self._all_logs.values():
             log.refresh()
-        if self._changed(header):
-            self._read_header(header)
-        self._read_details()
+        self.header = self._header.content()
+        self._read_details(names)
         self.series = series_of(list(self.logs.values()))
 
-    def _changed(self, path: Path) -> bool:
-        """Whether a file is another one than at the last call."""
-        was, self._seen[path] = self._seen.get(path), path.stat().st_mtime_ns
-        return was != self._seen[path]
-
-    def _read_header(self, header: Path) -> None:
-        data = self._read(header)
-        if data.get("format") != FORM:
-            message = "{file} has the form {got!v}, and this version of zerobubble reads {expected!v}"
-            raise InputError(message, file=str(header), got=data.get("format"), expected=FORM, remedy="update zerobubble")
+    def _names(self) -> frozenset[str]:
         try:
-            self.schedule = Schedule.from_text(data["schedule"])
-            self.costs = None if data["costs"] is None else Costs.from_dict(data["costs"])
-            if self.costs is not None:
-                self.plan, self.forecast = simulate(self.schedule, self.costs), peak_memory(self.schedule, self.costs)
-        except (KeyError, TypeError, ZeroBubbleError) as error:
-            raise InputError(
-                "{file} is damaged: {cause}", file=str(header), cause=str(error), remedy="restore it, or record again"
-            ) from error
-
-    @staticmethod
-    def _read(path: Path) -> dict[str, Any]:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError("cannot read {file}: {cause}", file=str(path), cause=str(error)) from error
-        if not isinstance(data, dict):
-            raise InputError("cannot read {file}: it has no object", file=str(path))
-        return data
+            return frozenset(os.listdir(self._folder))
+        except OSError as error:
+            raise InputError("cannot read {folder}: {reason}", folder=self.name, reason=error.strerror, remedy=_RIGHT_FOLDER) from error
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks that the latest part of the run has, of which some may not have begun."""
         begins = [log.begin for log in self._all_logs.values() if log.begin]
-        return max(begins, key=lambda begin: begin.at).ranks if begins else len(self._all_logs)
+        return max(begins, key=lambda begin: begin.at).ranks if begins else min(len(self._all_logs), MOST_RANKS)
 
     @property
     def logs(self) -> dict[int, RankLog]:
@@ -142,21 +133,23 @@ class Run:
         """The latest step that any rank has recorded; -1 before the first."""
         return max((log.last.step for log in self.logs.values() if log.last), default=-1)
 
-    def _read_details(self) -> None:
+    def _read_details(self, names: frozenset[str]) -> None:
         """Read the latest step that every rank recorded in detail, if it is new."""
-        found: dict[int, dict[int, dict[str, Any]]] = {}
-        for rank in self.logs:
-            for slot in range(NUM_DETAILS):
-                path = self._folder / detail_name(rank, slot)
-                if path.is_file():
-                    if self._changed(path) or path not in self._details_in:
-                        self._details_in[path] = self._read(path)
-                    data = self._details_in[path]
-                    found.setdefault(data["step"], {})[rank] = data
-        whole = [step for step, ranks in found.items() if len(ranks) == self.num_ranks]
-        if whole and max(whole) != self.details_step:
-            self.details_step = max(whole)
-            self.details = timeline_of(found[self.details_step])
+        of_steps: dict[int, dict[int, Details]] = {}
+        for rank, slot in product(self.logs, range(NUM_DETAILS)):
+            name = detail_name(rank, slot)
+            if name in names:
+                path = self._folder / name
+                details = self._details.setdefault((rank, slot), Remembered(path, Details.from_dict)).content()
+                of_steps.setdefault(details.step, {})[rank] = details
+        whole = [step for step, ranks in of_steps.items() if len(ranks) == self.num_ranks]
+        if whole and of_steps[max(whole)] != self._shown:
+            try:
+                self.details = timeline_of(of_steps[max(whole)])
+            except ParseError as error:
+                files = f"details of step {max(whole)} in {self.name}"
+                raise InputError("the {file} do not fit together: {cause}", file=files, cause=str(error), remedy=REMEDY) from error
+            self.details_step, self._shown = max(whole), of_steps[max(whole)]
 
     def status(self) -> Status:
         """Return whether the run goes on, and otherwise when and why it ended."""
@@ -213,29 +206,3 @@ def _is_gone(log: RankLog) -> bool:
         return False
     log.refresh()  # it may have ended properly since the log was read
     return log.end is None
-
-
-def timeline_of(details: Mapping[int, dict[str, Any]]) -> Timeline:
-    """Return the timeline of a step from what each rank recorded, in the clock of rank 0.
-
-    Ranks of one host share a clock. Those of others are aligned by wall-clock time, and so only as exactly as the hosts' clocks agree.
-    """
-    first = details[min(details)]
-    shifts = {rank: _shift(data["clocks"], first["clocks"]) for rank, data in details.items()}
-    origin = min(row[1] + shifts[rank] for rank, data in details.items() for row in data["rows"])
-
-    def moved(rank: int, name: str, places: tuple[int, ...]) -> list[list[Any]]:
-        by = shifts[rank] - origin
-        return [[value + by if place in places else value for place, value in enumerate(row)] for row in details[rank][name]]
-
-    ranks = sorted(details)
-    columns = {"rows": (1, 2), "memory": (0,), "marks": (1, 2), "reductions": (1, 2), "copies": (3, 4)}
-    parts = {name: [moved(rank, name, places) for rank in ranks] for name, places in columns.items()}
-    known = {name: rows for name, rows in parts.items() if name == "rows" or any(rows)}
-    return Timeline.from_dict({"format": "zerobubble timeline 1", "name": first["name"], "source": "measured", **known})
-
-
-def _shift(clocks: Mapping[str, Any], first: Mapping[str, Any]) -> int:
-    if clocks["host"] == first["host"]:
-        return 0
-    return int((clocks["time"] - clocks["counter"]) - (first["time"] - first["counter"]))

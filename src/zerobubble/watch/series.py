@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 MOST_BINS = 1024
 
 
@@ -17,8 +19,7 @@ class Series:
 
     def __init__(self) -> None:
         self.width = 1
-        self._sums: list[float] = []
-        self._counts: list[int] = []
+        self._bins: dict[int, tuple[float, int]] = {}
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a step."""
@@ -28,28 +29,28 @@ class Series:
 
     def _put(self, place: int, total: float, count: int) -> None:
         """Add `count` values to the bin at `place`."""
-        missing = place + 1 - len(self._sums)
-        self._sums += [0.0] * missing
-        self._counts += [0] * missing
-        self._sums[place] += total
-        self._counts[place] += count
+        before, number = self._bins.get(place, (0.0, 0))
+        self._bins[place] = before + total, number + count
 
     def _double(self) -> None:
         self.width *= 2
-        self._sums = [sum(self._sums[at : at + 2]) for at in range(0, len(self._sums), 2)]
-        self._counts = [sum(self._counts[at : at + 2]) for at in range(0, len(self._counts), 2)]
+        bins, self._bins = self._bins, {}
+        for place, (total, count) in bins.items():
+            self._put(place // 2, total, count)
 
     def rewind(self, step: int) -> None:
         """Discard the bins from `step` on, of a run that continues from an earlier step."""
-        del self._sums[step // self.width :], self._counts[step // self.width :]
+        self._bins = {place: entry for place, entry in self._bins.items() if place < step // self.width}
 
     def means(self) -> list[float | None]:
         """Return the mean of each bin, None for a bin without values."""
-        return [total / count if count else None for total, count in zip(self._sums, self._counts, strict=True)]
+        points = self.points()
+        return [points.get(place * self.width) for place in range(max(self._bins, default=-1) + 1)]
 
     def points(self) -> dict[int, float]:
-        """Return the means by the first step of their bin."""
-        return {place * self.width: mean for place, mean in enumerate(self.means()) if mean is not None}
+        """Return the means by the first step of their bin; those beyond the range of floats are left out."""
+        means = {place * self.width: total / count for place, (total, count) in sorted(self._bins.items())}
+        return {step: mean for step, mean in means.items() if isfinite(mean)}
 
 
 def mean_of(several: list[Series], width: int = 1) -> Series:
@@ -57,6 +58,6 @@ def mean_of(several: list[Series], width: int = 1) -> Series:
     found = Series()
     found.width = max(width, *(series.width for series in several), 1)
     for series in several:
-        for place, (total, count) in enumerate(zip(series._sums, series._counts, strict=True)):
+        for place, (total, count) in series._bins.items():
             found._put(place * series.width // found.width, total, count)
     return found

@@ -7,7 +7,6 @@ of the log has their number. A write that fails is logged once, and counts as le
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
@@ -17,14 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, PipelineError
+from zerobubble.errors import PipelineError
 from zerobubble.ir import Schedule
-from zerobubble.run_folder import BEGIN, END, FORM, HEADER, NUM_DETAILS, StepReport, detail_name, drifts, log_name, to_line
+from zerobubble.run_folder import BEGIN, FORM, HEADER, NUM_DETAILS, StepReport, detail_name, drifts, to_line
+from zerobubble.runtime.hooks.rank_log_file import RankLogFile, writable
 from zerobubble.runtime.measure.trace import Records
-from zerobubble.whole_files import write_text
+from zerobubble.whole_files import replace_text
 
 MOST_WAITING = 1000
 """Steps that wait to be written."""
@@ -125,33 +125,26 @@ class StepRecorder:
 
 
 class FolderKeeper:
-    """Writes the files of one rank in a run folder. Raises `InputError` if the folder cannot be used, or another process records there."""
+    """Writes the files of one rank in a run folder. Raises `InputError` if the folder cannot be used, or another process records there.
+
+    Only regular files in the folder are written, never what a link there points to. The folder itself may be a link.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, num_ranks: int, schedule: Schedule, costs: Costs | None) -> None:
         self._folder, self._rank, self._costs = Path(folder), rank, costs
         self._schedule: Schedule | None = None
         self._num_details = 0
-        path = self._folder / log_name(rank)
-        try:
+        with writable(folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._log = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise InputError("cannot record the run in {folder}: {cause}", folder=str(folder), cause=error.strerror) from error
+            self._log = RankLogFile(self._folder, rank)
         try:
-            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            begin = {BEGIN: FORM, "at": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "ranks": num_ranks}
+            with writable(folder):
+                self._note_schedule(schedule)
+                self._log.begin(to_line(begin))
+        except BaseException:
             self._log.close()
-            message = "another pipeline records its rank {rank} in {folder}"
-            remedy = "give each run, and each replica of a mesh, a folder of its own"
-            raise InputError(message, rank=rank, folder=str(folder), remedy=remedy) from error
-        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-            self._log.write("\n")  # the last line of a process that was killed stays by itself
-        self._note_schedule(schedule)
-        self._write({BEGIN: FORM, "at": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "ranks": num_ranks})
-
-    def _write(self, *lines: dict[str, Any]) -> None:
-        self._log.write("".join(map(to_line, lines)))
-        self._log.flush()
+            raise
 
     def keep(self, steps: Sequence[Recorded], left_out: int) -> None:
         """Appends a line for each step, and writes all passes of those for which they are to be kept."""
@@ -162,27 +155,27 @@ class FolderKeeper:
                 self._write_details(step, step.details)
         lines = [{"at": step.at, **step.report.to_dict()} for step in steps]
         lines[0] |= {"left_out": left_out} if left_out else {}
-        self._write(*lines)
+        self._log.append("".join(map(to_line, lines)))
 
     def _note_schedule(self, schedule: Schedule) -> None:
         self._schedule = schedule
         if self._rank == 0:
             costs = None if self._costs is None else self._costs.to_dict()
-            write_text(self._folder / HEADER, to_line({"format": FORM, "schedule": schedule.to_text(), "costs": costs}))
+            replace_text(self._folder / HEADER, to_line({"format": FORM, "schedule": schedule.to_text(), "costs": costs}))
 
     def _write_details(self, step: Recorded, records: Records) -> None:
         spans, memory, marks, sums, copies = records.shifted(0)
         clocks = {"host": socket.gethostname(), "counter": time.perf_counter_ns(), "time": time.time_ns()}
         parts = {"rows": spans, "memory": memory, "marks": marks, "reductions": sums, "copies": copies}
         text = to_line({"step": step.report.step, "name": step.schedule.name, "clocks": clocks, **parts})
-        write_text(self._folder / detail_name(self._rank, self._num_details % NUM_DETAILS), text)
+        replace_text(self._folder / detail_name(self._rank, self._num_details % NUM_DETAILS), text)
         self._num_details += 1
 
     def close(self, failure: PipelineError | None) -> None:
         """Writes the last line, and releases the log."""
         error = None if failure is None else {"message": str(failure), "rank": failure.rank, "op": failure.op}
         try:
-            self._write({END: error, "at": time.time()})
+            self._log.end(error)
         finally:
             self._log.close()
 
@@ -217,7 +210,8 @@ def tensorboard_keeper(folder: str | os.PathLike[str], rank: int, costs: Costs |
     """Returns a keeper that writes events for TensorBoard, of each rank in a folder of its own."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(Path(folder) / f"rank-{rank}"))
+    with writable(folder):
+        writer = SummaryWriter(str(Path(folder) / f"rank-{rank}"))
 
     def write(numbers: Mapping[str, float], step: int) -> None:
         for name, value in numbers.items():
