@@ -6,8 +6,10 @@ A symbolic trace runs only if its guards hold, and only if it gives the graph th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable
 from copy import deepcopy
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -191,6 +193,41 @@ def test_graphs_that_torch_writes_in_another_way_with_symbols_are_traced_for_eac
     stage = trained(kind(), [(2, length, 4) for length in (8, 16, 9, 25)])
     assert traced(stage) == 4
     assert notes(stage) == ("traced again for inputs of each size: its graph with symbolic sizes differs from the one with constant sizes",)
+
+
+Follow: TypeAlias = Callable[[Tensor], Tensor]
+OPERATIONS: dict[str, Follow] = {
+    "unflatten": lambda y: y.unflatten(1, (-1, 2)).cumsum(2).mean(1),
+    "view": lambda y: y.contiguous().view(-1, 2, 4).cumsum(1),
+    "reshape": lambda y: y.transpose(0, 1).reshape(y.shape[0], -1).roll(1, 1),
+    "chunk": lambda y: torch.cat([part * i for i, part in enumerate(y.chunk(3, 1), 1)], 1),
+    "split": lambda y: torch.cat([part.cumsum(1) for part in y.split(4, 1)], 1),
+    "a slice beyond the end": lambda y: y + y[:, 1:9].mean(1, keepdim=True),
+    "a size of one": lambda y: y * y[:, : max(1, y.shape[1] - 6)].sum(1, keepdim=True).tanh(),
+    "padding": lambda y: nn.functional.pad(y, (0, 0, 0, -y.shape[1] % 3)).unflatten(1, (-1, 3)).cumsum(1),
+    "the smaller of two sizes": lambda y: y * y[:, : min(y.shape[1], 2 * y.shape[0])].sum(),
+    "a condition on sizes": lambda y: y.sin() if y.shape[1] % 4 == 0 or y.shape[1] > 9 or y.shape[0] == 3 else y.cos(),
+    "equal sizes": lambda y: (y.transpose(0, 1) if y.shape[0] == y.shape[1] else y).cumsum(0),
+    "a stride": lambda y: y * (2 if y.stride(0) > 20 else 3),
+}  # fmt: skip
+
+
+class ByOperation(Lengthwise):
+    def __init__(self, follow: Follow) -> None:
+        super().__init__()
+        self.operation = follow
+
+    def follow(self, y: Tensor) -> Tensor:
+        return self.operation(y)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_batches_and_lengths_in_any_order(name: str) -> None:
+    """Their guards have conditions with `or`, remainders and quotients: no trace is used for sizes that contradict one of them."""
+    shapes = [(2, 4), (2, 8), (3, 8), (2, 6), (3, 2), (4, 4), (2, 12), (3, 6), (1, 8), (2, 2)]
+    random.Random(name).shuffle(later := shapes[3:])
+    trained(ByOperation(OPERATIONS[name]), [(*shape, 4) for shape in (*shapes[:3], *later)])
 
 
 class ByBranch(Lengthwise):

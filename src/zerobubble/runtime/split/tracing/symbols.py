@@ -6,9 +6,10 @@ So a forward that branches on a size, or converts it to a number, gets one trace
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -51,8 +52,10 @@ class Symbols:
             if not isinstance(size, int) and size.node.expr.is_Symbol:
                 symbols.setdefault(size.node.expr, position)
         self._positions = tuple(symbols.values())
-        self.sizes = Sizes(list(symbols), self.values_for(self._given))
-        self._condition: str | None = None
+        self._order = tuple(symbols)
+        self.sizes = Sizes(self._order, self.values_for(self._given))
+        self._formulas: tuple[Any, ...] = ()
+        self._guards: tuple[Any, ...] = ()
         self.pinned: frozenset[Dim] = frozenset()
 
     def values_for(self, sizes: Sequence[int]) -> Values:
@@ -61,21 +64,34 @@ class Symbols:
 
     def finish(self) -> None:
         """Produces the guards, and releases the state used only for tracing."""
-        for guard in self._environment.guards:
-            require_whole(guard.expr)
         self.pinned = frozenset((i, d) for i, d in self._dims if _is_number(self._inputs[i].shape[d]))
-        asked: list[Any] = list(sizes_of(self._inputs))
-        try:
-            self._condition = self._environment.produce_guards_expression(asked, ignore_static=False)
-        except Exception as error:
-            raise NotGeneralError(f"torch has no guards for its sizes ({type(error).__name__})") from error
+        self._formulas = tuple([sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in sizes_of(self._inputs)])
+        self._guards = tuple(dict.fromkeys((*self._ranges(), *(guard.expr for guard in self._environment.guards))))
+        for expression in (*self._formulas, *self._guards):
+            require_whole(expression)
+            if not expression.free_symbols.issubset(self._order):
+                raise NotGeneralError(f"a size or a branch ({expression}) is no formula of the sizes of the inputs")
         if not self.hold_for(self._given):
             raise NotGeneralError("torch's guards do not hold for the inputs of the trace")
         self._inputs, self.tensors = [], []
 
     def hold_for(self, sizes: Sequence[int]) -> bool:
-        """Returns whether the trace is valid for inputs of these sizes."""
-        return self._condition is None or bool(self._environment.evaluate_guards_expression(self._condition, sizes))
+        """Returns whether the trace is valid for inputs of these sizes.
+
+        Evaluates expressions, not text: torch's own function joins guards with `and`, without parentheses around an `or`.
+        """
+        values = dict(zip(self._order, map(sympy.Integer, self.values_for(sizes)), strict=True))
+        try:
+            fits = all(formula.xreplace(values) == size for formula, size in zip(self._formulas, sizes, strict=True))
+            return fits and all(guard.xreplace(values) == sympy.true for guard in self._guards)
+        except (ZeroDivisionError, AssertionError):  # outside of the domain of a function in a guard, such as a remainder of 0
+            return False
+
+    def _ranges(self) -> Iterator[Any]:
+        """Yields the bounds that torch assumes for the symbols."""
+        for symbol in self._order:
+            bounds = self._environment.var_to_range[symbol]
+            yield from (bound for bound in (sympy.Ge(symbol, bounds.lower), sympy.Le(symbol, bounds.upper)) if bound != sympy.true)
 
 
 def _is_number(size: Any) -> bool:
