@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from copy import deepcopy
 from typing import Any
 
@@ -134,6 +135,21 @@ def test_llama_trains_with_every_mask() -> None:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
 def test_other_families_train_with_every_mask(family: str) -> None:
     assert train_with_all_masks(family) == 4
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_adapters_leave_the_activations_of_all_models() -> None:
+    """Code of adapters reaches the registry `ACT2FN`, a dict that makes an instance of a class on access."""
+    peft, registry = library("peft"), library("transformers.activations").ACT2FN
+    before = dict(OrderedDict.items(registry))
+    module = peft.get_peft_model(model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).double()
+    oracle, stage = deepcopy(module), make_stage("graph", module, 0)
+    for seed in range(2):
+        compare(stage, oracle, None, seed)
+    assert len(stage.splitter.traces) == 1
+    assert dict(OrderedDict.items(registry)) == before
+    model("llama")
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerobubble.runtime.split.python_state.state import Identity
+from zerobubble.runtime.split.python_state.identity import Identity
 
 _LARGEST_CONSTANT = 4096
 """Maximum number of elements of a constant that is compared by value; larger constants are compared by identity."""

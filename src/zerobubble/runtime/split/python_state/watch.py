@@ -1,56 +1,81 @@
-"""Detects quickly whether mutable Python places still hold the same objects."""
+"""Detects quickly whether mutable Python places still hold the same objects, and restores what they held."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_, itemgetter
-from types import CellType, MappingProxyType
-from typing import Any, TypeAlias
+from types import CellType, MemberDescriptorType
+from typing import Any
 
-ABSENT = object()
-"""Marks a missing variable or attribute."""
-
-_Table: TypeAlias = Any
-"""A dict, a list, a set, a deque, or the `__dict__` of a class."""
+from zerobubble.runtime.split.python_state.stored import (
+    ABSENT,
+    Table,
+    behind,
+    content_of,
+    copy_of,
+    entries_of,
+    fill,
+    in_slot,
+    num_entries,
+    put,
+    put_in_array,
+    put_in_cell,
+    put_in_class,
+    put_in_slot,
+    referent_of,
+)
 
 
 @dataclass
 class Watch:
     """Mutable places and the objects they held. A comparison by identity takes about half a microsecond per place."""
 
-    _tables: list[tuple[_Table, int, Callable[[_Table], Iterable[Any]]]] = field(default_factory=list)
-    _contents: list[_Table] = field(default_factory=list)
+    _tables: list[tuple[Table, Callable[[Table], int], int, Callable[[Table], Iterable[Any]]]] = field(default_factory=list)
     _globals: list[tuple[dict[str, Any], tuple[str, ...]]] = field(default_factory=list)
     _cells: list[CellType] = field(default_factory=list)
-    _slots: list[tuple[Any, list[str]]] = field(default_factory=list)
+    _slots: list[tuple[Any, MemberDescriptorType]] = field(default_factory=list)
+    _references: list[Any] = field(default_factory=list)
     _arrays: list[Any] = field(default_factory=list)
     _entries: list[Any] = field(default_factory=list)
     _bytes: list[bytes] = field(default_factory=list)
+    _restore: list[Callable[[], None]] = field(default_factory=list)
 
-    def add_table(self, table: _Table, names: Sequence[str] = ()) -> None:
+    def add_table(self, table: Table, names: Sequence[str] = ()) -> None:
         """Watches a table. With `names`, watches only these entries of a dict, and its length."""
-        is_mapping = isinstance(table, (dict, MappingProxyType))
-        read = itemgetter(*names, names[0]) if names else _keys_and_values if is_mapping else tuple
-        self._tables.append((table, len(table), read))
-        self._contents.append(_copy(table))
+        self._look_at(table, names)
+        self._restore.append(partial(fill, table, copy_of(table)))
+
+    def add_class(self, kind: type) -> None:
+        """Watches the attributes of a class."""
+        self._look_at(behind(vars(kind)))
+        self._restore.append(partial(put_in_class, kind, dict(vars(kind))))
 
     def add_globals(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
         """Watches these global variables."""
         self._globals.append((namespace, names))
+        self._restore += [partial(put, namespace, name, namespace[name]) for name in names if name in namespace]
 
     def add_cell(self, cell: CellType) -> None:
         """Watches a closure variable."""
         self._cells.append(cell)
+        self._restore.append(partial(put_in_cell, cell, content_of(cell)))
 
-    def add_slots(self, value: Any, names: list[str]) -> None:
+    def add_slots(self, value: Any, slots: Sequence[MemberDescriptorType]) -> None:
         """Watches the attributes of an object of a class with `__slots__`."""
-        self._slots.append((value, names))
+        self._slots += [(value, slot) for slot in slots]
+        self._restore += [partial(put_in_slot, slot, value, in_slot(slot, value)) for slot in slots]
+
+    def add_reference(self, reference: Any) -> None:
+        """Watches whether the object of a weak reference is alive."""
+        self._references.append(reference)
 
     def add_array(self, array: Any) -> None:
         """Watches the bytes of an object with the buffer protocol, such as a numpy array."""
         self._arrays.append(array)
+        self._restore.append(partial(put_in_array, array, memoryview(array).tobytes()))
 
     def note(self) -> None:
         """Records the contents of all places, after the last one is added."""
@@ -63,21 +88,21 @@ class Watch:
         return now is not None and all(map(is_, now, self._entries)) and self._look_at_bytes() == self._bytes
 
     def restore(self) -> None:
-        """Restores the contents that the tables had when they were added."""
-        for (table, _, _), content in zip(self._tables, self._contents, strict=True):
-            if isinstance(table, MappingProxyType) or _is_same(table, content):
-                continue
-            table.clear()
-            if isinstance(table, (list, deque)):
-                table.extend(content)
-            else:
-                table.update(content)
+        """Restores what all places held when they were added."""
+        for restore in self._restore:
+            restore()
+
+    def _look_at(self, table: Table, names: Sequence[str] = ()) -> None:
+        read: Callable[[Table], Iterable[Any]] = _READ_PLAIN.get(type(table), entries_of)
+        if names and type(table) is dict:
+            read = itemgetter(*names, names[0])
+        self._tables.append((table, len if type(table) in _READ_PLAIN else num_entries, num_entries(table), read))
 
     def _look(self) -> list[Any] | None:
         """Returns the contents of all places, None if a table has gained or lost entries."""
         entries: list[Any] = []
-        for table, size, read in self._tables:
-            if len(table) != size:
+        for table, length, size, read in self._tables:
+            if length(table) != size:
                 return None
             try:
                 entries += read(table)
@@ -85,42 +110,18 @@ class Watch:
                 return None
         for namespace, names in self._globals:
             entries += [namespace.get(name, ABSENT) for name in names]
-        for value, slots in self._slots:
-            entries += [getattr(value, slot, ABSENT) for slot in slots]
+        entries += [in_slot(slot, value) for value, slot in self._slots]
         entries += [content_of(cell) for cell in self._cells]
+        entries += [referent_of(reference) is None for reference in self._references]
         return entries
 
     def _look_at_bytes(self) -> list[bytes]:
         return [memoryview(array).tobytes() for array in self._arrays]
 
 
-def items_of(table: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    """Returns the stored items of a dict: a subclass may compute other items, or import modules for them."""
-    return dict.items(table) if isinstance(table, dict) else table.items()
-
-
-def _keys_and_values(table: Mapping[Any, Any]) -> Iterable[Any]:
-    if isinstance(table, dict):
-        return (*dict.keys(table), *dict.values(table))
+def _keys_and_values(table: dict[Any, Any]) -> Iterable[Any]:
     return (*table, *table.values())
 
 
-def _copy(table: _Table) -> _Table:
-    kinds: tuple[Any, ...] = (dict, list, set, deque)
-    for kind in kinds:
-        if isinstance(table, kind):
-            return kind.copy(table)
-    return dict(table)
-
-
-def _is_same(table: _Table, content: _Table) -> bool:
-    read = _keys_and_values if isinstance(table, dict) else tuple
-    return len(table) == len(content) and all(map(is_, read(table), read(content)))
-
-
-def content_of(cell: CellType) -> Any:
-    """Returns the value of a closure variable, `ABSENT` if it is unbound."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return ABSENT
+_READ_PLAIN: dict[type, Callable[[Table], Iterable[Any]]] = {dict: _keys_and_values, list: tuple, set: tuple, deque: tuple}
+"""The fastest way to read containers that are no subclasses."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.python_state.state import Place
+from zerobubble.runtime.split.python_state.stored import copy_of, fill, items_of, put
 from zerobubble.runtime.split.tracing.traceable import is_traceable, kind_of, shared_memory
 
 
@@ -62,14 +63,14 @@ def replacing_tensors(module: nn.Module, places: Iterable[Place], replacements: 
     """
     tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     tables += [vars(part) for part in module.modules() if isinstance(part, nn.RNNBase)]
-    before = [dict(table) for table in tables]
+    before = [copy_of(table) for table in tables]
     replaced = [place for place in places if place.tensor in replacements]
     for table in tables:
-        for name, tensor in list(table.items()):
+        for name, tensor in list(items_of(table)):
             if isinstance(tensor, Tensor) and tensor in replacements:
-                table[name] = replacements[tensor]
+                put(table, name, replacements[tensor])
     for place in replaced:
-        place.table[place.key] = replacements[place.tensor]
+        place.put(replacements[place.tensor])
     try:
         yield
         for place in replaced:
@@ -78,7 +79,6 @@ def replacing_tensors(module: nn.Module, places: Iterable[Place], replacements: 
     finally:
         for place in replaced:
             if place.holds(replacements[place.tensor]):
-                place.table[place.key] = place.tensor
+                place.put(place.tensor)
         for table, content in zip(tables, before, strict=True):
-            table.clear()
-            table.update(content)
+            fill(table, content)

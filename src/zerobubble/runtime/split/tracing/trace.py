@@ -40,7 +40,7 @@ from zerobubble.runtime.split.graphs.fx_nodes import (
 )
 from zerobubble.runtime.split.graphs.sized_graph import SizedGraph
 from zerobubble.runtime.split.graphs.symbolic_sizes import SYMBOLIC, NotGeneralError, Values, take_out_sizes, with_numbers
-from zerobubble.runtime.split.python_state.state import State, random_state, read_state
+from zerobubble.runtime.split.python_state.state import State, read_state
 from zerobubble.runtime.split.tracing.backward_pass import BackwardPass, DeferWork, holding_values
 from zerobubble.runtime.split.tracing.grouped_products import TraceableGroupedProducts
 from zerobubble.runtime.split.tracing.joint_graph import ForwardNodes, forward_and_backward
@@ -159,7 +159,7 @@ class Trace:
         return SizedGraph.from_graph(with_numbers(self._joint, self.symbols.values_for(sizes)), ()) == other.sized
 
     def _trace(self, inputs: Sequence[Tensor]) -> None:
-        before, random_before = read_state(self._module), random_state()
+        before = read_state(self._module)
         try:
             with outside_of_autocast():
                 self._function(*(self.symbols.tensors if self.symbols is not None else (*self._owned, *inputs)))
@@ -176,8 +176,6 @@ class Trace:
             raise InputError("{where}{reason}", where=self._where(error), reason=str(_why_untraceable(error))) from error
         self._refuse_changes(before)
         self._split_general()
-        if random_state() != random_before:
-            raise InputError("its forward draws random numbers of Python or numpy, which a graph does not repeat (use torch's)")
 
     def _where(self, error: Exception) -> str:
         part = culprit(error, self._module)
