@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerobubble as zb
@@ -600,7 +599,6 @@ def undo_of_shared(group: Any) -> str:
         with pytest.raises(zb.InputError) as caught:
             zb.PostValidation(inner, pipe, undo="arithmetic")
         zb.PostValidation(inner, pipe, undo="copy")
-        dist.barrier(group)  # a rank that closes its connections may cut off one that still reads
     return str(caught.value)
 
 

@@ -210,11 +210,7 @@ class PostValidation(StepHook):
                 self._step_early()
 
     def _expect(self) -> None:
-        """Posts the receive of the next ledger, so that its sender never waits for this rank.
-
-        This must happen before this rank passes its ledger on. The previous rank may close its pipeline as soon as the last rank has judged
-        this step, and a receive from a closed connection would fail.
-        """
+        """Posts the receive of the next ledger, so that its sender never waits for this rank."""
         if self._peers.rank > 0:
             self._down = self._peers.expect_control(NormsSoFar, self._form.length, self._peers.rank - 1)
 

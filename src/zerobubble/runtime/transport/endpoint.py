@@ -168,7 +168,10 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drops every connection. A rank that waits at the other end of a line gets an error at once. Closing twice does nothing."""
+        """Drops every connection. A rank that waits at the other end of a line gets an error at once. Closing twice does nothing.
+
+        Messages whose sends are done still arrive.
+        """
 
     def connect(self) -> None:  # noqa: B027 - most endpoints have nothing to do here
         """Connects to the other ranks. Afterwards control messages work. Raises `RuntimeError` if a rank is missing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -120,11 +120,15 @@ class Transport:
 
         The function raises `LostContactError` if the connection is known to be lost.
         """
-        return _raising_lost_contact(self._carries(line).sender(line), line.destination)
+        return _with_lost_contact(self._carries(line).sender(line), line.destination, _raise)
 
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
-        """Returns a function that starts receiving one tensor from a line that ends here; otherwise like `sender`."""
-        return _raising_lost_contact(self._carries(line).receiver(line), line.source)
+        """Returns a function that starts receiving one tensor from a line that ends here, and returns the work to wait for.
+
+        If the connection is known to be lost, only that wait raises: many receives are posted ahead, and the peer may have closed the
+        pipeline after its last message.
+        """
+        return _with_lost_contact(self._carries(line).receiver(line), line.source, _LostReceive)
 
     def _carries(self, line: Line) -> Endpoint:
         return self._for_control if isinstance(line.carries, Topic) else self.for_tensors
@@ -165,8 +169,8 @@ class Transport:
             self._end()  # standing receives first: they hold references that keep a backend open
 
 
-def _raising_lost_contact(start: Callable[[Tensor], Work], peer: int) -> Callable[[Tensor], Work]:
-    """Wraps `start` so that the error of a lost connection becomes `LostContactError`."""
+def _with_lost_contact(start: Callable[[Tensor], Work], peer: int, then: Callable[[LostContactError], Work]) -> Callable[[Tensor], Work]:
+    """Wraps `start` so that it returns `then(error)` if the connection is lost."""
 
     def started(tensor: Tensor) -> Work:
         try:
@@ -174,6 +178,22 @@ def _raising_lost_contact(start: Callable[[Tensor], Work], peer: int) -> Callabl
         except RuntimeError as error:
             if is_own(error):
                 raise
-            raise LostContactError(peer, STARTING, reason_of(error)) from error
+            lost = LostContactError(peer, STARTING, reason_of(error))
+        return then(lost)
 
     return started
+
+
+def _raise(error: LostContactError) -> NoReturn:
+    raise error
+
+
+class _LostReceive:
+    """A receive that could not start because the connection is lost."""
+
+    def __init__(self, error: LostContactError) -> None:
+        self._error = error
+
+    def wait(self) -> NoReturn:
+        """Raises that the connection is lost."""
+        raise self._error
