@@ -148,6 +148,7 @@ class Timeline(Displayed):
     - `source` is "simulated" or "measured".
     - `reductions[rank]` are its sums of gradients over replicas, in order; empty if there are none.
     - `copies[rank]` are its copies to host memory and back, in order; empty if there are none.
+    - `numbers` are the numbers of the ranks, row by row, if ranks were lost (`survive=True`); empty for 0, 1, ...
 
     There are two metrics. The `makespan` is the time from the first start to the last end over all ranks. The `span` is the longest time of
     a single rank from its own first start to its own last end. A bubble rate (`bubble_makespan`, `bubble_span`) is the idle share of this
@@ -170,9 +171,11 @@ class Timeline(Displayed):
     marks: tuple[tuple[Mark, ...], ...] = ()
     reductions: tuple[tuple[Reduction, ...], ...] = ()
     copies: tuple[tuple[Copy, ...], ...] = ()
+    numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, given in (("memory", self.memory), ("marks", self.marks), ("reductions", self.reductions), ("copies", self.copies)):
+        for what in ("memory", "marks", "reductions", "copies", "numbers"):
+            given = getattr(self, what)
             if given and len(given) != len(self.rows):
                 message = "a timeline of {num_rows} ranks needs {what} for as many or for none, got {got}"
                 raise InputError(message, num_rows=len(self.rows), what=what, got=len(given))
@@ -209,6 +212,10 @@ class Timeline(Displayed):
         """Return the end of the last pass or sum over replicas of a rank."""
         return max([_end_of_row(self.rows[rank]), *(sum_.end for sum_ in self.reductions_of(rank))])
 
+    def number_of(self, rank: int) -> int:
+        """Return the number of the rank of a row, as errors name it."""
+        return self.numbers[rank] if self.numbers else rank
+
     def reductions_of(self, rank: int) -> tuple[Reduction, ...]:
         """Return the sums over replicas of a rank, in order."""
         return self.reductions[rank] if self.reductions else ()
@@ -226,13 +233,13 @@ class Timeline(Displayed):
         return tuple(self._figures(rank) for rank in range(self.num_ranks))
 
     def _figures(self, rank: int) -> RankFigures:
-        row = self.rows[rank]
+        row, number = self.rows[rank], self.number_of(rank)
         work = _busy(row)
         peak = max((held for _, held in self.memory[rank]), default=0) if self.memory else None
         if not row:
-            return RankFigures(rank, 0, self.makespan, 0, 0, 0, peak)
+            return RankFigures(number, 0, self.makespan, 0, 0, 0, peak)
         begin, last, end = row[0].start, _end_of_row(row), self._end_of_rank(rank)
-        return RankFigures(rank, work, begin - self.start, last - begin - work, end - last, self.end - end, peak)
+        return RankFigures(number, work, begin - self.start, last - begin - work, end - last, self.end - end, peak)
 
     @property
     def span(self) -> int:
@@ -270,6 +277,7 @@ class Timeline(Displayed):
         A span is [pass, start, end, cause, cause's pass], a mark [doing, start, end, message], a sum over replicas [stage, start, end], and
         a copy [direction, stage, microbatch, start, end].
         """
+        numbers = {"numbers": list(self.numbers)} if self.numbers else {}
         return {
             "format": "zerobubble timeline 1",
             "name": self.name,
@@ -279,6 +287,7 @@ class Timeline(Displayed):
             "marks": [[[mark.doing.value, *mark[1:]] for mark in marks] for marks in self.marks],
             "reductions": [[list(reduction) for reduction in row] for row in self.reductions],
             "copies": [[[copy.copying.value, *copy[1:]] for copy in row] for row in self.copies],
+            **numbers,
         }
 
     @classmethod
@@ -290,7 +299,8 @@ class Timeline(Displayed):
             marks = tuple(tuple(map(_mark_from_list, row)) for row in data.get("marks", ()))
             sums = tuple(tuple(Reduction(*map(whole, (stage, *times))) for stage, *times in row) for row in data.get("reductions", ()))
             copies = tuple(tuple(Copy(Copying(way), *map(whole, numbers)) for way, *numbers in row) for row in data.get("copies", ()))
-            return cls(line(data["name"]), rows, memory, line(data.get("source", "measured")), marks, sums, copies)
+            numbers = tuple(map(whole, data.get("numbers", ())))
+            return cls(line(data["name"]), rows, memory, line(data.get("source", "measured")), marks, sums, copies, numbers)
 
 
 def _end_of_row(row: Sequence[Span]) -> int:

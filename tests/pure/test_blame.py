@@ -17,7 +17,7 @@ def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbor() -> N
         2: RankStatus("waiting for a message", 1, TIMED_OUT),
         3: RankStatus("waiting", 2),
     }
-    note = diagnose(words, 4, 0)
+    note = diagnose(words, range(4), 0)
     assert (note.rank, note.absent) == (1, (1,))
     states(note.message, "rank 1", "rank 2")
 
@@ -29,25 +29,25 @@ def test_the_chain_of_those_who_wait_ends_at_the_culprit() -> None:
         2: RankStatus("waiting", 3),
         3: RankStatus("at 'run 3F1'", op="run 3F1"),
     }
-    note = diagnose(words, 4, 0)
+    note = diagnose(words, range(4), 0)
     assert (note.rank, note.op) == (3, "run 3F1")
     assert "raise `timeout`" in note.message
 
 
 def test_a_rank_that_stays_away_from_a_gather_is_named() -> None:
     words = {rank: RankStatus("gathering norms", EVERYBODY, TIMED_OUT) for rank in (0, 1, 3)} | {2: RankStatus("outside the pipeline")}
-    assert diagnose(words, 4, 1).rank == 2
+    assert diagnose(words, range(4), 1).rank == 2
 
 
 def test_ranks_that_wait_for_each_other_should_make_the_same_calls() -> None:
     words = {0: RankStatus("waiting for the loss", 1, TIMED_OUT), 1: RankStatus("gathering norms", EVERYBODY)}
-    note = diagnose(words, 2, 0)
+    note = diagnose(words, range(2), 0)
     assert note.rank == -1
     states(note.message, "rank 0", "rank 1")
 
 
 def test_several_silent_ranks_are_all_named() -> None:
-    note = diagnose({1: RankStatus("gathering norms", EVERYBODY, TIMED_OUT)}, 3, 1)
+    note = diagnose({1: RankStatus("gathering norms", EVERYBODY, TIMED_OUT)}, range(3), 1)
     assert note.absent == (0, 2)
     states(note.message, 0, 2, "rank 1")
 
@@ -55,7 +55,7 @@ def test_several_silent_ranks_are_all_named() -> None:
 def test_a_rank_that_came_when_another_had_given_it_up_is_named() -> None:
     words = {0: RankStatus(STARTING, 1, "Connection closed by peer"), 1: RankStatus("waiting for the step to begin", 0, TIMED_OUT)}
     for caller in words:
-        note = diagnose(words, 2, caller)
+        note = diagnose(words, range(2), caller)
         assert note.rank == 0
         found = "rank 0 kept the others waiting: it arrived after rank 1 had given up waiting for the step to begin (no answer"
         assert note.message.startswith(found)
@@ -69,26 +69,26 @@ def test_a_rank_that_came_late_because_another_did_is_not_named() -> None:
         2: RankStatus("waiting for a message", 1, TIMED_OUT, in_call=10.0),
     }
     for caller in words:
-        note = diagnose(words, 3, caller)
+        note = diagnose(words, range(3), caller)
         assert note.rank == 0
         states(note.message, "rank 0", "rank 2")
 
 
 def test_one_who_gives_up_first_breaks_the_circle_of_those_who_wait_for_each_other() -> None:
     words = {0: RankStatus("waiting for the loss", 1, "Connection closed by peer"), 1: RankStatus("gathering norms", EVERYBODY, TIMED_OUT)}
-    states(diagnose(words, 2, 0).message, "ranks", "timeout")
+    states(diagnose(words, range(2), 0).message, "ranks", "timeout")
 
 
 def test_a_broken_connection_is_no_wait() -> None:
     words = {0: RankStatus("waiting for the loss", 1, "Connection reset by peer"), 1: RankStatus("waiting for the step to begin", 0)}
-    note = diagnose(words, 2, 0)
+    note = diagnose(words, range(2), 0)
     assert note.rank == -1
     states(note.message, "rank 0", foreign="Connection reset by peer")
 
 
 def test_only_known_facts_are_reported_of_a_rank_that_does_not_answer() -> None:
     words = {0: RankStatus("waiting for the loss", 2, TIMED_OUT), 2: RankStatus("waiting for a message", 1, "Connection closed by peer")}
-    note = diagnose(words, 4, 0)
+    note = diagnose(words, range(4), 0)
     assert (note.rank, note.absent) == (1, (1, 3))
     assert "gone" not in note.message
     assert "memory" not in note.message
@@ -99,7 +99,7 @@ def test_only_known_facts_are_reported_of_a_rank_that_does_not_answer() -> None:
 def test_of_several_that_do_not_answer_the_one_that_another_waits_for_is_named() -> None:
     """Rank 0 only has its threads held up by code that keeps Python's lock."""
     words = {1: RankStatus("waiting for a message", 2, "Connection closed by peer"), 3: RankStatus("waiting for a message", 2)}
-    note = diagnose(words, 4, 1)
+    note = diagnose(words, range(4), 1)
     assert (note.rank, note.absent) == (2, (0, 2))
     states(note.message, "rank 2", "rank 1")
 
@@ -107,7 +107,7 @@ def test_of_several_that_do_not_answer_the_one_that_another_waits_for_is_named()
 def test_a_rank_that_stood_still_is_named_where_all_wait_again() -> None:
     words = {rank: RankStatus("gathering norms", EVERYBODY, TIMED_OUT) for rank in (0, 2)}
     words[1] = RankStatus("gathering norms", EVERYBODY, stalled_s=4.6)
-    note = diagnose(words, 3, 0)
+    note = diagnose(words, range(3), 0)
     assert note.rank == 1
     states(note.message, "rank 1", 5)
     assert note.message.endswith("meanwhile rank 0 gave up gathering norms (no answer within `timeout`)")
@@ -119,21 +119,21 @@ def test_a_rank_that_stood_still_is_named_before_one_that_computes_again() -> No
         1: RankStatus("waiting", 2, stalled_s=4.6),
         2: RankStatus("at 'run 2F1'", op="run 2F1"),
     }
-    assert diagnose(words, 3, 0).rank == 1
+    assert diagnose(words, range(3), 0).rank == 1
 
 
 def test_a_short_standstill_is_no_excuse_for_a_rank_in_code_of_its_own() -> None:
     words = {0: RankStatus("waiting", 2, TIMED_OUT), 1: RankStatus("waiting", 0, stalled_s=1.5), 2: RankStatus("outside the pipeline")}
-    assert diagnose(words, 3, 0).rank == 2
+    assert diagnose(words, range(3), 0).rank == 2
 
 
 def test_nobody_is_blamed_for_a_standstill_where_nobody_waited_too_long() -> None:
     words = {0: RankStatus("waiting", 1, "Connection closed by peer"), 1: RankStatus("waiting", 0, stalled_s=4.6)}
-    assert diagnose(words, 2, 0).rank == -1
+    assert diagnose(words, range(2), 0).rank == -1
 
 
 def test_a_method_that_one_rank_calls_alone_is_named() -> None:
     for doing in ("refusing a call", "exchanging a message"):
-        note = diagnose({0: RankStatus(doing, 1, "Connection closed by peer", call="describe"), 1: CLOSING}, 2, 0)
+        note = diagnose({0: RankStatus(doing, 1, "Connection closed by peer", call="describe"), 1: CLOSING}, range(2), 0)
         assert note.rank == 1
         states(note.message, "`describe`", "rank 0", "rank 1")

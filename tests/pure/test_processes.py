@@ -55,7 +55,7 @@ def process_of(number: int) -> RankProcess:
 
 def test_the_end_of_a_process_is_heard_once(sleeper: subprocess.Popen[bytes]) -> None:
     found = Report()
-    watch = ProcessWatch([this_process(), process_of(sleeper.pid)], found.ended)
+    watch = ProcessWatch({0: this_process(), 1: process_of(sleeper.pid)}, found.ended)
     assert not found.hears_of_failure.wait(0.2)
     sleeper.kill()
     assert found.hears_of_failure.wait(LONGEST_S)
@@ -66,7 +66,7 @@ def test_the_end_of_a_process_is_heard_once(sleeper: subprocess.Popen[bytes]) ->
 def test_a_later_process_with_the_same_number_is_not_taken_for_a_rank(sleeper: subprocess.Popen[bytes]) -> None:
     found = Report()
     earlier = process_of(sleeper.pid)._replace(started=1)
-    watch = ProcessWatch([this_process(), earlier], found.ended)
+    watch = ProcessWatch({0: this_process(), 1: earlier}, found.ended)
     assert found.hears_of_failure.wait(LONGEST_S)
     watch.close()
     assert found.ranks == [1]
@@ -76,7 +76,7 @@ def test_a_process_of_another_machine_is_not_watched(sleeper: subprocess.Popen[b
     found = Report()
     elsewhere = process_of(sleeper.pid)._replace(place="another machine", started=1)
     nowhere = RankProcess(sleeper.pid, 1, "")
-    ProcessWatch([this_process(), elsewhere, nowhere], found.ended).close()
+    ProcessWatch({0: this_process(), 1: elsewhere, 2: nowhere}, found.ended).close()
     assert not found.ranks
 
 
@@ -88,7 +88,7 @@ def test_where_processes_cannot_be_watched_none_is_taken_for_dead(
 
     monkeypatch.setattr(processes.os, "pidfd_open", forbid)
     found = Report()
-    ProcessWatch([this_process(), process_of(sleeper.pid)], found.ended).close()
+    ProcessWatch({0: this_process(), 1: process_of(sleeper.pid)}, found.ended).close()
     assert not found.ranks
 
 
@@ -107,7 +107,7 @@ def test_a_watch_leaves_nothing_behind(sleeper: subprocess.Popen[bytes]) -> None
     gc.collect()
     files, threads = descriptors(), set(threading.enumerate())
     for _ in range(3):
-        ProcessWatch([this_process(), process_of(sleeper.pid)], Report().ended).close()
+        ProcessWatch({0: this_process(), 1: process_of(sleeper.pid)}, Report().ended).close()
     end = time.monotonic() + LONGEST_S
     while set(threading.enumerate()) - threads and time.monotonic() < end:  # closing waits for a thread, but not for long
         time.sleep(0.02)
@@ -130,11 +130,11 @@ def test_a_connection_is_known_by_what_both_ends_report(ends: tuple[socket.socke
     assert set(new.found.values()) <= {one.fileno(), other.fileno()}
     assert len(new.found) == 1  # both ends name it alike
     sockets = PeerSockets()
-    sockets.claim(new.found, [list(new.found), ["0100007F:0001 0100007F:0002"]], 0)
+    sockets.claim(new.found, {1: ["0100007F:0001 0100007F:0002"]})
     sockets.disconnect()  # no connection is known: rank 1 has reported another one
     one.sendall(b"x")
     assert other.recv(1) == b"x"
-    sockets.claim(new.found, [[], list(new.found)], 0)
+    sockets.claim(new.found, {1: list(new.found)})
     sockets.disconnect(0)
     one.sendall(b"y")
     assert other.recv(1) == b"y"

@@ -43,7 +43,7 @@ def _events(timeline: Timeline, process: int, flow_ids: Iterator[int]) -> Iterat
     threads = _threads(timeline)
     for thread in sorted({_thread(rank) for rank in range(timeline.num_ranks)} | set(threads.values())):
         rank, lane = divmod(thread - 1, 2)
-        yield from _named_thread(process, thread, f"rank {rank}{', overlapped' * lane}")
+        yield from _named_thread(process, thread, f"rank {timeline.number_of(rank)}{', overlapped' * lane}")
     for _, span in timeline.spans():
         yield _slice(timeline, process, threads[span.op], span)
     for message in messages(timeline):
@@ -53,7 +53,7 @@ def _events(timeline: Timeline, process: int, flow_ids: Iterator[int]) -> Iterat
     yield from _below(timeline, process, 4, "copies", timeline.copies, _of_copy)
     for rank, steps in enumerate(timeline.memory):
         for time, held in steps:
-            name = f"memory of rank {rank}"
+            name = f"memory of rank {timeline.number_of(rank)}"
             yield {"ph": "C", "pid": process, "name": name, "ts": _us(timeline, time), "args": {"bytes": held}}
 
 
@@ -110,7 +110,7 @@ def _below(
     for rank, row in enumerate(rows):
         thread = place * timeline.num_ranks + rank + 1
         if row:
-            yield from _named_thread(process, thread, f"rank {rank}, {what}")
+            yield from _named_thread(process, thread, f"rank {timeline.number_of(rank)}, {what}")
         for one in row:
             yield _box(timeline, process, thread, one, label(one))
 

@@ -257,7 +257,7 @@ def _panel(scale: _Scale, timeline: Timeline, figures: str, top: int) -> Iterato
     places, digits = stage_order(timeline), digits_of(timeline)
     for rank, row in enumerate(timeline.rows):
         y = top + CAPTION + rank * scale.pitch(timeline)
-        yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 15}">rank {rank}</text>'
+        yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 15}">rank {timeline.number_of(rank)}</text>'
         end = scale.x(timeline.makespan)
         yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{end - LEFT:.2f}" height="{ROW}"/>'
         yield from _boxes(scale, timeline, row, places[rank], y, digits)

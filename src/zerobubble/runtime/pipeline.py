@@ -50,7 +50,7 @@ from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.transport import Carrier
 from zerobubble.runtime.without_weights import refused
 from zerobubble.timeline import Timeline
-from zerobubble.units import counted
+from zerobubble.units import counted, named
 
 CLOSED = "the pipeline is closed"
 R = TypeVar("R")
@@ -165,7 +165,7 @@ class Pipeline:
     ) -> None:
         options = PipelineOptions(**{name: value for name, value in locals().items() if name != "self"})
         session = connect(options)
-        self.rank = session.peers.rank
+        self.rank, self._num_ranks = session.peers.rank, session.peers.size
         self.modules = session.setup.stages.modules
         self.device = session.setup.stages.device
         self.pace = Pace(pace) if pace is not None else None
@@ -177,9 +177,10 @@ class Pipeline:
         schedule, split = self.schedule, self._options.split
         stages = ", ".join(map(str, sorted(self.modules)))
         ways = split if isinstance(split, str) else ", ".join(f"{way} in stage {stage}" for stage, way in split.items())
+        lost = "" if self._survival is None or not self._survival.lost else f", without {named('rank', sorted(self._survival.lost))}"
         closed = "" if self._session.guard.closed is None else ", closed"
         return clipped(
-            f"<Pipeline {schedule.name}: rank {self.rank} of {schedule.num_ranks}, stage{'s' * (len(self.modules) > 1)} {stages} of "
+            f"<Pipeline {schedule.name}: rank {self.rank} of {self._num_ranks}{lost}, stage{'s' * (len(self.modules) > 1)} {stages} of "
             f"{schedule.num_stages}, {counted(schedule.num_microbatches, 'microbatch')}, split {ways}, on {self.device}{closed}>",
             ">",
         )

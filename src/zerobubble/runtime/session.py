@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,9 +28,9 @@ from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
 from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
-from zerobubble.runtime.failure.report import forget_locals
+from zerobubble.runtime.failure.setup_ranks import SetupRanks
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
-from zerobubble.runtime.failure.user_code import begin_at_user_code, user_place, with_place
+from zerobubble.runtime.failure.user_code import user_place, with_place
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.equal_optimizers import EqualOptimizers
 from zerobubble.runtime.hooks.replicas import Replicas
@@ -75,7 +74,7 @@ from zerobubble.runtime.transport.mesh import EXPERTS, Layout
 from zerobubble.runtime.transport.peers import Peers, in_transport_ranks
 from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.rendezvous import RendezvousRecord
-from zerobubble.runtime.transport.terms import Terms, faults_of, note, versions, without_note
+from zerobubble.runtime.transport.terms import Terms, note, versions, without_note
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.gradients import Gradients
@@ -120,34 +119,6 @@ class Setup:
     def schedule(self) -> Schedule:
         """The first schedule."""
         return self.compiled.schedule
-
-
-class SetupRanks(NamedTuple):
-    """The ranks that create a pipeline together. They wait for each other no longer than the timeout in total."""
-
-    transport: Transport
-    guard: FailureGuard
-    timeout: SetupTimeout
-
-    def gather(self, value: Any, doing: str) -> list[Any]:
-        """Returns the `value` of each rank; all ranks must call it."""
-        return self.timeout.run(lambda: self.transport.gather_objects(value), doing)
-
-    def agree(self, fault: str, terms: Terms, cause: Exception | None = None) -> list[Terms]:
-        """Compares `terms` with all ranks, and returns those of each rank.
-
-        If anything is wrong or differs, closes and raises the same `InputError` on every rank, with all faults. On this rank it is raised
-        from `cause`, the error of the user's code that `fault` describes, so that its traceback is shown.
-        """
-        with self.guard.opening("while comparing arguments"):
-            gathered = self.gather((fault, terms), "comparing arguments")
-            faults = faults_of(gathered)
-            if faults:
-                if cause is not None:
-                    forget_locals(cause)
-                    begin_at_user_code(cause)
-                raise InputError(faults) from cause
-        return [theirs for _, theirs in gathered]
 
 
 @dataclass(frozen=True)
@@ -475,11 +446,13 @@ def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup, given: Rank
     """
     doing, ours = "comparing models", setup.facts
     with ranks.guard.opening(f"while {doing}"):
-        gathered = ranks.gather((_fingerprint(ours), None if given is None else tuple(given)), doing)
-        if len({theirs for theirs, _ in gathered}) > 1:
-            facts = [None if each is None else ModelFacts(*each) for each in ranks.gather(None if ours is None else list(ours), doing)]
+        gathered = ranks.gather_by_rank((_fingerprint(ours), None if given is None else tuple(given)), doing)
+        if len({theirs for theirs, _ in gathered.values()}) > 1:
+            facts = ranks.gather_by_rank(None if ours is None else list(ours), doing)
+            facts = {rank: None if theirs is None else ModelFacts(*theirs) for rank, theirs in facts.items()}
             raise_faults(dict.fromkeys(differences({rank: facts[rank] for rank in pipeline}) for pipeline in layout.pipelines))
-        refuse_uncut_models(layout.pipelines, [theirs for _, theirs in gathered], warns=ranks.transport.group.rank == 0)
+        uncut = {rank: theirs for rank, (_, theirs) in gathered.items()}
+        refuse_uncut_models(layout.pipelines, uncut, warns=ranks.transport.group.is_first)
     if setup.whole is not None:
         setup.whole.was_connected()
 

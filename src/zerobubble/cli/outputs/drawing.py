@@ -83,7 +83,7 @@ def _drawn(timeline: Timeline, width: int, colored: bool, duration: int | None, 
     draw_row = _dense_row if is_dense(timeline, scale.columns, scale.duration) else _row
     lines: list[tuple[str, Text]] = []
     for rank, (row, places) in enumerate(zip(timeline.rows, stage_order(timeline), strict=True)):
-        lines.append((f"rank {rank}", draw_row(row, places, scale, shades)[: scale.column(timeline.end)]))
+        lines.append((f"rank {timeline.number_of(rank)}", draw_row(row, places, scale, shades)[: scale.column(timeline.end)]))
         if timeline.reductions:
             lines.append(("", _sums(timeline.reductions[rank], scale, colored)))
     picture = Text(no_wrap=True)
@@ -97,7 +97,7 @@ def _drawn(timeline: Timeline, width: int, colored: bool, duration: int | None, 
 
 def _label(timeline: Timeline) -> int:
     """Returns the width of the names of ranks."""
-    return len(f"rank {timeline.num_ranks - 1} ")
+    return len(f"rank {timeline.number_of(timeline.num_ranks - 1)} ")
 
 
 def _dense_row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: int | None) -> Text:

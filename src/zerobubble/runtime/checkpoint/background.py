@@ -116,9 +116,10 @@ class Saving:
 
     def _describe(self, error: Exception) -> str:
         """Returns the failure of this rank as part of a sentence."""
+        rank = self._ranks.numbers[self._ranks.rank]
         if isinstance(error, OSError) and error.strerror:
-            return f"rank {self._ranks.rank}: {error.strerror} in {error.filename or self._part.folder}"
-        return f"rank {self._ranks.rank}: {error}" if isinstance(error, InputError) else f"rank {self._ranks.rank}: {error!r}"
+            return f"rank {rank}: {error.strerror} in {error.filename or self._part.folder}"
+        return f"rank {rank}: {error}" if isinstance(error, InputError) else f"rank {rank}: {error!r}"
 
     def _await_parts(self) -> None:
         """Waits for all parts. Raises `OSError` if one has failed, or if nothing arrives any more."""
@@ -129,7 +130,7 @@ class Saving:
                 num_bytes, since = now, time.monotonic()
             waited = time.monotonic() - since
             if waited > (IDLE_TIMEOUT_AFTER_END_S if self._ending.is_set() else IDLE_TIMEOUT_S):
-                raise OSError(f"rank {missing[0]} has written nothing for {waited:.0f} s")
+                raise OSError(f"rank {self._ranks.numbers[missing[0]]} has written nothing for {waited:.0f} s")
             time.sleep(POLL_INTERVAL_S)
 
 

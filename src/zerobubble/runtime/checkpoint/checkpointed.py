@@ -48,8 +48,8 @@ class CheckpointedPipeline:
         self._session = pipe._session
         self.modules: Mapping[int, nn.Module] = self._steps.modules
         self.device = self._steps.device
-        self.rank = self._session.transport.rank
-        self.num_ranks = self._session.transport.size
+        group = self._session.transport.group
+        self.rank, self.num_ranks, self.numbers = group.place(group.rank), group.size, group.ranks
 
     @property
     def saves(self) -> BackgroundSaves:
@@ -121,6 +121,7 @@ class CheckpointedModel:
     device: torch.device
     rank: int = 0
     num_ranks: int = 1
+    numbers: tuple[int, ...] = (0,)
     hooks: Sequence[StepHook] = ()
     saves: BackgroundSaves = field(default_factory=BackgroundSaves)
     owner: str = "this model"

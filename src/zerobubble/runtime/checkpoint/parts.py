@@ -43,6 +43,7 @@ class Part:
         self.folder = folder
         self.is_first = ranks.rank == 0
         self._rank = ranks.rank
+        self._numbers = ranks.numbers
         self._num_ranks = ranks.num_ranks
         self._writer = FileSystemWriter(folder)
         self._writer.fs = self._files = SummedFiles()
@@ -68,7 +69,7 @@ class Part:
         found = set(os.listdir(self.folder))
         for rank in range(self._num_ranks):
             if f"failed.{rank}" in found:
-                raise OSError(f"rank {rank} failed to write its part")
+                raise OSError(f"rank {self._numbers[rank]} failed to write its part")
         return [rank for rank in range(self._num_ranks) if self._note(rank).name not in found]
 
     def num_bytes(self) -> int:

@@ -12,10 +12,11 @@ Answer = TypeVar("Answer")
 
 
 class CheckpointRanks(Protocol):
-    """The processes that save or load together; `rank` counts them."""
+    """The processes that save or load together: `rank` counts them from 0, and `numbers` are their numbers in errors."""
 
     rank: int
     num_ranks: int
+    numbers: tuple[int, ...]
 
     def activity(self, when: str) -> AbstractContextManager[None]:
         """Returns a context in which any failure is reported to all ranks."""

@@ -21,7 +21,7 @@ from zerobubble.runtime.checkpoint import checksums, contents
 from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
 from zerobubble.runtime.checkpoint.folder import find_checkpoint, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
-from zerobubble.runtime.checkpoint.ranks import agreed, faults_of_all
+from zerobubble.runtime.checkpoint.ranks import CheckpointRanks, agreed, faults_of_all
 from zerobubble.runtime.checkpoint.states import OptimizerState, SavedRandomStates, ScalerState
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, refuse_more_than_model, refuse_others, settled
@@ -157,7 +157,7 @@ class CheckpointLoader:
         agreed(trained, lambda: checksums.check(folder, trained.rank, trained.num_ranks))
         mine = agreed(trained, lambda: checksums.identity(folder)), self._model_only
         of_ranks = trained.gather(mine, "comparing which checkpoint is loaded")
-        agreed(trained, lambda: _refuse_different(of_ranks, folder, trained.rank))
+        agreed(trained, lambda: _refuse_different(of_ranks, folder, trained))
         return folder
 
     def _targets(self, saved: Saved, names: Names, optimizers: Sequence[Optimizer], held: set[str]) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ class CheckpointLoader:
             changes.append(SavedRandomStates(own and own["random"], random, trained.device))
         hooks = named_hooks(trained.hooks)
         states_of_hooks = {} if own is None else {name: state for name, state in own["hooks"].items() if name in hooks}
-        where = f"rank {trained.rank}: " if trained.num_ranks > 1 else ""
+        where = f"rank {trained.numbers[trained.rank]}: " if trained.num_ranks > 1 else ""
         faults = load_states(
             [HookState(hooks[name], state) for name, state in states_of_hooks.items()],
             changes,
@@ -286,14 +286,15 @@ def _readable(folder: Path) -> Iterator[None]:
         raise InputError("{file} is not a readable checkpoint of zb.save: {reason}", file=str(folder), reason=why) from error
 
 
-def _refuse_different(of_ranks: list[tuple[int, bool]], folder: Path, rank: int) -> None:
-    (identity, model_only), (identity_of_first, model_only_of_first) = of_ranks[rank], of_ranks[0]
+def _refuse_different(of_ranks: list[tuple[int, bool]], folder: Path, ranks: CheckpointRanks) -> None:
+    (identity, model_only), (identity_of_first, model_only_of_first) = of_ranks[ranks.rank], of_ranks[0]
+    numbers = {"rank": ranks.numbers[ranks.rank], "first": ranks.numbers[0]}
     if identity != identity_of_first:
-        message = "rank {rank} finds a different checkpoint at {folder} than rank 0"
-        raise InputError(message, rank=rank, folder=str(folder), remedy="give the same path on every rank")
+        message = "rank {rank} finds a different checkpoint at {folder} than rank {first}"
+        raise InputError(message, **numbers, folder=str(folder), remedy="give the same path on every rank")
     if model_only != model_only_of_first:
-        message = "model_only is {expected} on rank 0 and {got} on rank {rank}"
-        raise InputError(message, rank=rank, expected=model_only_of_first, got=model_only, remedy="give the same on each")
+        message = "model_only is {expected} on rank {first} and {got} on rank {rank}"
+        raise InputError(message, **numbers, expected=model_only_of_first, got=model_only, remedy="give the same on each")
 
 
 def _read(targets: dict[str, Tensor], reader: FileSystemReader, planner: DefaultLoadPlanner) -> None:

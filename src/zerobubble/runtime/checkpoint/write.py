@@ -19,7 +19,7 @@ from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE
 from zerobubble.runtime.checkpoint.folder import Draft, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.parts import Part
-from zerobubble.runtime.checkpoint.ranks import agreed
+from zerobubble.runtime.checkpoint.ranks import CheckpointRanks, agreed
 from zerobubble.runtime.checkpoint.states import plain_states, states_of, tensor_states
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.hooks.post_validation import PostValidation
@@ -73,7 +73,7 @@ class CheckpointWriter:
         """Writes into the `draft` of rank 0, at once or in the background."""
         trained = self._trained
         folder = Path(trained.gather(draft and str(draft.folder), "choosing where to write")[0])
-        agreed(trained, lambda: _refuse_unseen(folder, trained.rank))
+        agreed(trained, lambda: _refuse_unseen(folder, trained))
         part = Part(tensors, folder, trained, None if wait else trained.saves.copies)
         saving = Saving(part, draft, trained.schedule(), trained)
         if wait:
@@ -88,7 +88,7 @@ class CheckpointWriter:
         trained = self._trained
         found = agreed(trained, lambda: resolve_path(path))
         given = trained.gather(os.fsdecode(path), "comparing where to write")
-        agreed(trained, lambda: _refuse_other([{"path": each} for each in given]))
+        agreed(trained, lambda: _refuse_other([{"path": each} for each in given], trained.numbers))
         return found
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ class CheckpointWriter:
         now = None if self._model_only else RandomStates.now(trained.device)
         tensors, mine = agreed(trained, lambda: self._mine(names, inner, now))
         of_ranks = trained.gather(mine, "telling the others what a checkpoint holds")
-        agreed(trained, lambda: _refuse_other(of_ranks))
+        agreed(trained, lambda: _refuse_other(of_ranks, trained.numbers))
         options = {name: kept for theirs in of_ranks for name, kept in theirs["optimizer"].items()}
         rest = {"form": contents.FORM, "num_ranks": len(of_ranks), **names._asdict(), "optimizer": options}
         rest |= {"num_steps": None, "draws_seed": None} if self._model_only else {"num_steps": num_steps, "draws_seed": trained.rng_seed()}
@@ -159,23 +159,25 @@ def refuse_others(optimizers: Sequence[Optimizer], trained: Checkpointed) -> Non
     refuse_foreign(optimizers, own, trained.owner)
 
 
-def _refuse_other(of_ranks: list[dict[str, Any]]) -> None:
+def _refuse_other(of_ranks: list[dict[str, Any]], numbers: Sequence[int]) -> None:
     """Raises `InputError` if ranks differ in a value that a checkpoint holds once."""
     for what in {"extra", "scaler", "path", "model_only"} & of_ranks[0].keys():
-        for rank, theirs in enumerate(of_ranks):
+        for rank, theirs in zip(numbers, of_ranks, strict=True):
             if theirs[what] != of_ranks[0][what] and repr(theirs[what]) != repr(of_ranks[0][what]):  # NaN does not equal itself
                 raise InputError(
-                    "{argument} is {expected} on rank 0 and {got} on rank {rank}, but a checkpoint has one for all ranks",
+                    "{argument} is {expected} on rank {first} and {got} on rank {rank}, but a checkpoint has one for all ranks",
                     argument=what,
                     expected=f"{of_ranks[0][what]!r:.200}",
                     got=f"{theirs[what]!r:.200}",
                     rank=rank,
+                    first=numbers[0],
                     remedy="give the same on each",
                 )
 
 
-def _refuse_unseen(folder: Path, rank: int) -> None:
-    """Raises `InputError` on a rank that does not see the `folder` of rank 0."""
+def _refuse_unseen(folder: Path, ranks: CheckpointRanks) -> None:
+    """Raises `InputError` on a rank that does not see the `folder` of the first rank."""
     if not folder.is_dir():
-        message = "rank {rank} does not see {folder}, which rank 0 has created"
-        raise InputError(message, rank=rank, folder=str(folder), remedy="save to a file system that all ranks share")
+        message = "rank {rank} does not see {folder}, which rank {first} has created"
+        numbers = {"rank": ranks.numbers[ranks.rank], "first": ranks.numbers[0]}
+        raise InputError(message, **numbers, folder=str(folder), remedy="save to a file system that all ranks share")

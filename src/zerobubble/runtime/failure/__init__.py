@@ -12,7 +12,7 @@ The life of a pipeline, on each rank. All ranks take the same arrows; on a failu
 |---|---|---|---|
 | rendezvous | meets the other ranks in the store | `transport.rendezvous` | all records written, or a fault: then no rank has a pipeline |
 | build | builds its own stages, alone | `session._build` | a fault is kept, not raised: the other ranks wait for it in `agree` |
-| agree | compares arguments and models with all ranks | `session.SetupRanks.agree` | one `InputError` on every rank, or none |
+| agree | compares arguments and models with all ranks | `setup_ranks.SetupRanks.agree` | one `InputError` on every rank, or none |
 | connect | opens channels, broadcasts shared parameters | `Transport.open` | all channels open |
 | idle | runs user code; its threads answer the other ranks | exit of `FailureContext` | a call, or `close` |
 | in a call | a step, clipping, a checkpoint | `FailureGuard.during` | the call returns, or any error inside |
@@ -28,7 +28,7 @@ The order within *failing* is what makes every rank raise the same error:
 
 Modules by state. `guard.FailureGuard` is the one object of a pipeline for all of this; every call enters a `context` of it.
 
-- Before the first call: `setup_timeout` bounds the wait for other ranks.
+- Before the first call: `setup_ranks` agree on all arguments, and `setup_timeout` bounds the wait for other ranks.
 - In a call: `context` admits one thread and describes what a rank does. `guard` finds another pipeline that it waits in.
 - Detection beyond lost connections: `processes` watches the processes of other ranks, `torchrun` its agent, `termination` handles SIGTERM,
   and `watch` counts what the OOM killer ended.

@@ -28,13 +28,15 @@ LONG_STALL_S, STALL_S = 3.0, 1.0
 the chain names no rank."""
 
 
-def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> FailureReport:
-    """Returns which rank keeps the others waiting, from the `statuses` of those that answered; one is the `caller` that lost contact.
+def diagnose(statuses: dict[int, RankStatus], ranks: Sequence[int], caller: int) -> FailureReport:
+    """Returns which of the `ranks` keeps the others waiting, from the `statuses` of those that answered.
+
+    The `caller` is one of these, and has lost contact.
 
     The order of the checks is that of the module's docstring. A circle also arises if the culprit arrived late, after another rank had
     stopped waiting for it.
     """
-    absent = tuple(rank for rank in range(size) if rank not in statuses)
+    absent = tuple(rank for rank in ranks if rank not in statuses)
     if absent:
         return _report_absent(statuses, absent, caller)
     culprit = _end_of_chain(statuses, caller)

@@ -91,8 +91,8 @@ class FailureGuard:
         self._release = weakref.WeakMethod(release)
 
     def watch_processes(self, processes: Sequence[RankProcess]) -> None:
-        """Detects at once when one of `processes` ends, even while its children keep connections open; they are those of ranks 0, 1, ..."""
-        self._processes = ProcessWatch(processes, self._process_ended)
+        """Detects at once when one of the `processes` of all ranks ends, even while its children keep connections open."""
+        self._processes = ProcessWatch(dict(zip(self._transport.ranks, processes, strict=True)), self._process_ended)
 
     def during(self, when: str) -> FailureContext:
         """Returns a context for one activity: an error inside stops all ranks, and names `when`, such as "while clipping gradients"."""
@@ -224,7 +224,7 @@ class FailureGuard:
         report = self._watch.publish(sigterm_report(rank, self._status()))
         if report.rank == rank:
             write_error_file(report.message)
-        for other in range(self._transport.size):
+        for other in self._transport.ranks:
             self._transport.disconnect(other)
         if rank == self._transport.group.store_host:
             self._watch.wait_for_readers(report)

@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zerobubble.runtime.transport.rank_process import RankProcess, start_of, this_process
@@ -22,10 +22,10 @@ _LONGEST_STOP_S = 3.0
 class ProcessWatch:
     """Calls `ended(rank)` in its own thread when the process of a rank on this machine ends; `ended` is a bound method, held weakly.
 
-    `processes` are those of ranks 0, 1, ...; this process is left out.
+    `processes` are those of the ranks; this process is left out.
     """
 
-    def __init__(self, processes: Sequence[RankProcess], ended: Callable[[int], None]) -> None:
+    def __init__(self, processes: Mapping[int, RankProcess], ended: Callable[[int], None]) -> None:
         self._end: Any = None
         watched, already_ended = _watchable(processes)
         if watched or already_ended:
@@ -46,14 +46,14 @@ class ProcessWatch:
             self._end.detach()
 
 
-def _watchable(processes: Sequence[RankProcess]) -> tuple[dict[int, int], list[int]]:
+def _watchable(processes: Mapping[int, RankProcess]) -> tuple[dict[int, int], list[int]]:
     """Returns the ranks whose processes can be watched, by descriptors to poll, and the ranks whose processes have ended already."""
     here = this_process()
     watched: dict[int, int] = {}
     already_ended: list[int] = []
     if not here.place or not hasattr(os, "pidfd_open"):
         return watched, already_ended
-    for rank, process in enumerate(processes):
+    for rank, process in processes.items():
         if process.place == here.place and process.number != here.number:
             try:
                 watched[_descriptor_of(process)] = rank

@@ -146,23 +146,23 @@ class FailureWatch:
 
     def _diagnose_together(self, status: RankStatus) -> FailureReport:
         """Returns the report that the first rank to raise the alarm makes of all statuses."""
-        rank, size, store = self._group.rank, self._group.size, self._thread.store
+        rank, ranks, store = self._group.rank, self._group.ranks, self._thread.store
         # The own status comes before the alarm: any rank that sees the alarm waits for all statuses.
         store.set(_status_key(rank), _write_status(status._replace(stalled_s=self._listener.stalls.longest(self._group.timing.answer_s))))
         first = int(store.compare_set(_ALARM, "", str(rank)))
         # Other ranks wait longer than the first, which may end just before it would publish.
         end = time.monotonic() + self._group.timing.answer_s * (1 if first == rank else 1.5)
-        absent = set(range(size)) - {rank}
+        absent = set(ranks) - {rank}
         while not store.check([_REPORT]):
             if self._ended and (report := self._report_end(status)) is not None:
                 return report
             absent = {other for other in absent if not store.check([_status_key(other)])}
             if time.monotonic() > end or (not absent and first == rank):
-                present = [other for other in range(size) if other not in absent]
+                present = [other for other in ranks if other not in absent]
                 statuses = {other: _read_status(store.get(_status_key(other))) for other in present}
                 # While the host of the store stalled, the others could exchange nothing: their statuses are worthless.
                 stall = self._own_stall(lost_contact(rank, status)) if rank == self._group.store_host else None
-                return _publish(store, rank, stall or diagnose(statuses, size, rank))
+                return _publish(store, rank, stall or diagnose(statuses, ranks, rank))
             time.sleep(_POLL_S)
         return _read_report(store.get(_REPORT))
 
@@ -192,7 +192,7 @@ class FailureWatch:
         end = time.monotonic() + self._group.timing.stay_s
         while time.monotonic() < end:
             gone = {*absent, *self._ended}  # more may end meanwhile
-            if store.check([_left_key(rank) for rank in range(self._group.size) if rank not in gone]):
+            if store.check([_left_key(rank) for rank in self._group.ranks if rank not in gone]):
                 break
             time.sleep(_POLL_S)
         return True

@@ -108,7 +108,7 @@ class SharedGradients(StepHook):
         rank.
         """
         infos = self._agree_on_parameters()
-        groups = shared_groups(self._tied, infos, self._copied)
+        groups = shared_groups(self._tied, infos, self._copied, self._peers.members)
         self._keep_own(groups, infos[self._peers.rank])
         pairs = {pair for group in groups for pair in permutations(group.ranks, 2)}
         self._peers.open_channels({Channel(source, destination, ValueKind.WEIGHT_WORK) for source, destination in pairs})
@@ -148,7 +148,8 @@ class SharedGradients(StepHook):
                 if copies[rank] != copies[first]:
                     differ = "differ in their parameters or buffers, or in which they share"
                     message = "the copies of stage {stage} on ranks {first} and {rank} {differ}"
-                    raise InputError(message, stage=stage, first=first, rank=rank, differ=differ)
+                    numbers = self._peers.members
+                    raise InputError(message, stage=stage, first=numbers[first], rank=numbers[rank], differ=differ)
 
     def _keep_own(self, groups: list[SharedGroup], infos: ParameterInfos) -> None:
         """Keeps the groups that include this rank, whose parameters are `infos`."""

@@ -151,10 +151,14 @@ def parameter_infos(modules: Mapping[int, nn.Module]) -> ParameterInfos:
 
 
 def shared_groups(
-    tied: Iterable[tuple[ParameterName, ...]], infos: Sequence[ParameterInfos], copied: Mapping[int, tuple[int, ...]]
+    tied: Iterable[tuple[ParameterName, ...]],
+    infos: Sequence[ParameterInfos],
+    copied: Mapping[int, tuple[int, ...]],
+    numbers: Sequence[int] = (),
 ) -> list[SharedGroup]:
     """Returns the groups of shared parameters, from the parameters `infos` of each rank, `tied` and the `copied` stages.
 
+    `numbers` are the numbers of the ranks in errors; empty for 0, 1, ...
     `copied` has the ranks of each stage with several copies, first the rank whose values count. Groups are in the order in which their
     gradients become complete in a backward pass: those whose first stage is the latest come first.
 
@@ -167,7 +171,8 @@ def shared_groups(
     one_parameter += [[name] for name in holders if name.stage in copied]
     sets = _merged([[holder for name in names for holder in holders[name]] for names in one_parameter])
     for members in sets:
-        faults += _differences(members, infos)
+        named = [member._replace(rank=numbers[member.rank] if numbers else member.rank) for member in members]
+        faults += _differences(named, [infos[member.rank][member.name] for member in members])
     raise_faults(faults)
     groups = _grouped(sets, holders)
     return sorted(groups, key=lambda group: -min(min(stages) for stages in group.stages.values()))
@@ -225,9 +230,8 @@ def _merged(lists: Iterable[list[RankParameter]]) -> list[list[RankParameter]]:
     return [members for members in distinct.values() if len(members) > 1]
 
 
-def _differences(members: list[RankParameter], infos: Sequence[ParameterInfos]) -> list[str]:
+def _differences(members: list[RankParameter], found: list[ParameterInfo]) -> list[str]:
     """Returns the reasons why `members` cannot be one parameter with the first of them."""
-    found = [infos[member.rank][member.name] for member in members]
     special = [_refusal(member, info.special_type) for member, info in zip(members, found, strict=True) if info.special_type]
     if special:
         return special

@@ -117,6 +117,7 @@ def gather(name: str, records: Records, peers: Peers) -> Timeline:
         marks if any(marks) else (),
         reductions=sums if any(sums) else (),
         copies=copies if any(copies) else (),
+        numbers=peers.survivors,
     )
 
 

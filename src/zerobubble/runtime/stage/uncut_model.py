@@ -6,7 +6,7 @@ Ranks compare short digests of the stages that their users passed. Stages that `
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -34,7 +34,7 @@ class RankStages(NamedTuple):
         return cls(tuple(stages.modules), digests, isinstance(build_or_modules, (nn.Module, Sequence)))
 
 
-def refuse_uncut_models(pipelines: Iterable[Sequence[int]], gathered: Sequence[Any], *, warns: bool) -> None:
+def refuse_uncut_models(pipelines: Iterable[Sequence[int]], gathered: Mapping[int, Any], *, warns: bool) -> None:
     """Compares the ranks of each pipeline by their `gathered` stages, None for stages that `zb.split` made."""
     for pipeline in pipelines:
         ranks = [RankStages(*gathered[rank]) for rank in pipeline if gathered[rank] is not None]

@@ -38,12 +38,16 @@ class MemoryForecasts(tuple[MemoryForecast, ...]):
         return "\n".join(map(str, self))
 
 
-def forecast_memory(schedule: Schedule, costs: Costs, messages: Sequence[int], offloads: Sequence[RankOffloads] | None) -> MemoryForecasts:
-    """Returns the forecasts of `schedule`: held bytes by `costs`, less `offloads`, and `messages`, the bytes of buffers on each rank."""
+def forecast_memory(
+    schedule: Schedule, costs: Costs, messages: Sequence[int], offloads: Sequence[RankOffloads] | None, numbers: Sequence[int]
+) -> MemoryForecasts:
+    """Returns the forecasts of `schedule` for the ranks of these `numbers`.
+
+    They hold bytes by `costs`, less `offloads`, and `messages`, the bytes of buffers on each rank.
+    """
     costs.require_schedule(schedule)
     held = peak_memory(schedule, costs)
     if offloads is not None:
         moved = zip(offloads, schedule.steps, strict=True)
         held = tuple(rank_offloads(rank.offloads, steps, costs).peak_bytes for rank, steps in moved)
-    sizes = zip(held, messages, strict=True)
-    return MemoryForecasts(MemoryForecast(rank, *of_rank) for rank, of_rank in enumerate(sizes))
+    return MemoryForecasts(map(MemoryForecast, numbers, held, messages))

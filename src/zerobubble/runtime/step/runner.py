@@ -418,7 +418,9 @@ class StepRunner:
 
     def _memory_forecast(self, schedule: Schedule, program: Program, costs: Costs) -> MemoryForecasts:
         messages = self.peers.bytes_for(traffic_of(program, self.rank))
-        return forecast_memory(schedule, costs, self.gather(messages, "forecasting its memory"), self.programs.offloads_of(schedule))
+        from_all = self.gather(messages, "forecasting its memory")
+        numbers = self.peers.survivors or range(self.peers.size)
+        return forecast_memory(schedule, costs, from_all, self.programs.offloads_of(schedule), numbers)
 
     def before_optimizer(self, *, ranks_meet: bool = False) -> None:
         """Notifies every hook that gradients are about to be used, with all ranks meeting for it or on each rank by itself."""

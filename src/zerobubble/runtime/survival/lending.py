@@ -58,8 +58,8 @@ class Lending:
         self._refuse(given)
         mine = _share(given, num_microbatches)
         routes = session.setup.schedule.placement.routes
-        everybody = frozenset(range(session.transport.size))
-        wanted = Share({route[0] for route in routes}, {route[-1] for route in routes}, everybody)
+        ranks = session.peers.members
+        wanted = Share({ranks[route[0]] for route in routes}, {ranks[route[-1]] for route in routes}, frozenset(ranks))
         whole = Share(*_all_lent(mine, wanted, lenders, session.transport))
         return given._replace(inputs=whole.inputs, targets=whole.targets, kwargs=self._of_own_stages(whole.kwargs))
 
@@ -114,7 +114,8 @@ def _all_lent(mine: Share, wanted: Share, lenders: Sequence[int], transport: Tra
     doing = "sharing out the batch"
     parcels = [Parcel.pack(part) for part in mine]
     with transport.collective(doing), exchanging():
-        forms = transport.gather_objects([parcel.form for parcel in parcels] if transport.rank in lenders else None)
+        all_forms = transport.gather_objects([parcel.form for parcel in parcels] if transport.rank in lenders else None)
+        forms = dict(zip(transport.ranks, all_forms, strict=True))
         # Start all exchanges before waiting for any: ranks both send and receive, and would wait for each other in a circle.
         moving = [
             [_move(parcel, form, lender, ranks, transport) for lender in lenders for form in [forms[lender][number]]]

@@ -31,7 +31,6 @@ from zerobubble.runtime.session import Session, connect
 from zerobubble.runtime.step.batch import StepInputs
 from zerobubble.runtime.step.named_arguments import names_of_arguments
 from zerobubble.runtime.survival.lending import Lending
-from zerobubble.runtime.transport.mesh import Layout, one_pipeline
 from zerobubble.schedules import with_recompute
 from zerobubble.units import named
 
@@ -63,7 +62,7 @@ class Survival:
     @property
     def left(self) -> list[int]:
         """The surviving ranks, as the mesh counts them: those of the current pipeline, in its order."""
-        return [rank for rank in range(len(self._layout.ranks)) if rank not in self.lost]
+        return [rank for rank in self._layout.members if rank not in self.lost]
 
     def run(
         self, call: Callable[[], R], session: Callable[[], Session], recover: Callable[[PipelineError], bool], *, adds_gradients: bool
@@ -92,7 +91,7 @@ class Survival:
         """Adds the time of a training step. The first survivor warns how much longer steps take, once that is known."""
         self._step_times.add(seconds)
         slowdown = self._step_times.slowdown()
-        if slowdown is not None and session.transport.rank == 0:
+        if slowdown is not None and session.transport.group.is_first:
             _log.warning("%s", slowdown)
 
     def _begin(self, *, keeps_gradients: bool) -> None:
@@ -133,12 +132,11 @@ class Survival:
                 self._lose([another.rank], another)
 
     def _lose(self, absent: Iterable[int], error: PipelineError) -> None:
-        """Counts the `absent` ranks, by their place among the survivors, as lost.
+        """Counts the `absent` ranks as lost.
 
         If the others cannot continue without them, raises a `PipelineError` that adds the reasons to `error`.
         """
-        left = self.left
-        lost = self.lost | {left[rank] for rank in absent}
+        lost = self.lost.union(absent)
         why_not = self._why_not_without(lost)
         if why_not:
             they = f"{named('rank', sorted(lost))} {'is' if len(lost) == 1 else 'are'}"
@@ -165,9 +163,9 @@ class Survival:
     def _reconnect(self, options: PipelineOptions, before: Session, error: PipelineError) -> Session:
         """Returns the session of the survivors of `error`, whose session `before` had these `options`."""
         new = self._new_options(options, before)
-        session = connect(new, self._new_layout())
+        session = connect(new, self._layout.without(self.lost, self._processes))
         self._step_times.rank_lost()
-        if session.transport.rank == 0:
+        if session.transport.group.is_first:
             slowdown = slowdown_of(self._schedule, self.schedule(0, new.num_microbatches))
             _log.warning(
                 "%s; the others continue without it: with equally long passes, steps take %.2f times as long (lower bound %.2f)",
@@ -175,12 +173,6 @@ class Survival:
                 *slowdown,
             )
         return replace(session, setup=replace(session.setup, is_cut_model=before.setup.is_cut_model))
-
-    def _new_layout(self) -> Layout:
-        """Returns one pipeline of all survivors."""
-        name = "-".join(["survivors", self._layout.name, *map(str, sorted(self.lost))])
-        processes = [self._processes[rank] for rank in self.left] if self._processes else []
-        return one_pipeline(name, [self._layout.ranks[rank] for rank in self.left], processes)
 
     def _new_options(self, options: PipelineOptions, session: Session) -> PipelineOptions:
         """Returns the options of the survivors' pipeline. They keep their modules."""
@@ -215,7 +207,7 @@ class Survival:
         """Returns the batch that the survivors play together, from what this rank was given, and its number of microbatches."""
         if not self.lost:
             return self._lending.own(given), num_microbatches
-        lenders = [self.left.index(next(rank for rank in replica if rank not in self.lost)) for replica in self._layout.pipelines]
+        lenders = [next(rank for rank in replica if rank not in self.lost) for replica in self._layout.pipelines]
         whole = self._lending.whole_batch(given, num_microbatches, lenders, session)
         return whole, num_microbatches * len(lenders)
 

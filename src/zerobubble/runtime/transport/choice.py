@@ -57,7 +57,7 @@ def choose(name: str, control: GlooEndpoint, device: torch.device, channels: Seq
     transport of this name.
     """
     endpoint, why = _choice(name, control, device, channels)
-    if control.group.rank == 0:
+    if control.group.is_first:
         _log.info("messages between stages go over %s: %s", endpoint.name, why)
     return endpoint, why
 
@@ -103,7 +103,7 @@ def _shared_device(control: GlooEndpoint, device: torch.device) -> str:
     """Describes which ranks share a GPU; empty if none do. It gathers from all ranks, so every rank must call it."""
     uuid = interface(device).uuid()
     ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, each in enumerate(gather_objects(control, uuid)):
+    for rank, each in zip(control.group.ranks, gather_objects(control, uuid), strict=True):
         ranks_of[each].append(rank)
     shared = [f"ranks {', '.join(map(str, ranks))} share GPU {each}" for each, ranks in ranks_of.items() if each and len(ranks) > 1]
     return " and ".join(shared)
@@ -138,18 +138,20 @@ def gloo_endpoint(layout: Layout, timeout: float, record: RendezvousRecord | Non
     ranks = layout.ranks
     place = f"zerobubble/rendezvous/{layout.name}/{'-'.join(map(str, ranks))}"
     own_part = dist.distributed_c10d.PrefixStore(place, store)
-    group = Group(ranks.index(dist.get_rank()), len(ranks), own_part, _store_host(ranks), processes=layout.processes)
+    here, size, host = ranks.index(dist.get_rank()), len(layout.members), _store_host(layout)
+    group = Group(here, size, own_part, host, processes=layout.processes, survivors=layout.survivors)
     outcome = rendezvous(group, record or RendezvousRecord("", versions(), this_process()), timeout)
     # A prefix of this session: keys of an earlier pipeline of the same ranks, such as its failure report, must not be read here.
     session_store = dist.distributed_c10d.PrefixStore(f"zerobubble/{outcome.session}", store)
     return GlooEndpoint(group._replace(store=session_store, name=outcome.session, processes=outcome.processes), timeout)
 
 
-def _store_host(ranks: Sequence[int]) -> int | None:
+def _store_host(layout: Layout) -> int | None:
     """Returns which of these ranks hosts the store in its process; None if none of them does."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosted = isinstance(store, dist.TCPStore) and not by_launcher  # type: ignore[attr-defined]
-    return ranks.index(0) if hosted and 0 in ranks else None
+    host = layout.ranks.index(0) if hosted and 0 in layout.ranks else None
+    return host if host in layout.members else None

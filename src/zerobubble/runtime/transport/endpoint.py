@@ -65,7 +65,8 @@ class Group(NamedTuple):
     it must not depend on the lines of the endpoint. Each pipeline needs its own part of it, such as a `PrefixStore`.
 
     `store_host` is the rank whose process hosts the store, None if none of these ranks does. `name` differs between pipelines and is the
-    same on all ranks. `processes` are those of ranks 0, 1, ... if they are known before the ranks connect; else the ranks exchange them.
+    same on all ranks. `processes` are those of `ranks` if they are known before the ranks connect; else the ranks exchange them.
+    `survivors` are the ranks that are left of a larger group, where they keep their numbers; empty for ranks 0, 1, ...
     """
 
     rank: int
@@ -75,6 +76,21 @@ class Group(NamedTuple):
     name: str = ""
     timing: StoreTiming = StoreTiming()
     processes: tuple[RankProcess, ...] = ()
+    survivors: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the group, in order."""
+        return self.survivors or tuple(range(self.size))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the group."""
+        return self.rank == self.ranks[0]
+
+    def place(self, rank: int) -> int:
+        """Returns the place of `rank` among the ranks of the group, from 0: backends count ranks so."""
+        return self.survivors.index(rank) if self.survivors else rank
 
 
 @takes()
@@ -187,7 +203,7 @@ class Endpoint(ABC):
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns each rank's `tensor`, in rank order; it is on the CPU and has the same size and dtype on all ranks."""
-        return exchange_all(self, tensor, range(self.group.size))
+        return exchange_all(self, tensor, self.group.ranks)
 
     def sums(self, members: Sequence[int], number: int = 0) -> Sums:
         """Returns sums over these ranks, this one included, of tensors on the pipeline's device. By default they use lines in a ring.

@@ -74,8 +74,8 @@ class GlooEndpoint(Endpoint):
 
     def _make(self, name: str, backends: list[Any]) -> None:
         """Makes a backend, which blocks until all ranks have connected. Raises `PeerGoneError` if this rank closes in the meantime."""
-        rank, size, store, *_ = self.group
-        endable = EndableStore(dist.distributed_c10d.PrefixStore(name, store), self._over, self.timeout)
+        rank, size = self.group.place(self.group.rank), self.group.size
+        endable = EndableStore(dist.distributed_c10d.PrefixStore(name, self.group.store), self._over, self.timeout)
         self._stores.append(endable)
         with NewConnections() as new:
             backends.append(dist.distributed_c10d.ProcessGroupGloo(endable, rank, size, timeout=timedelta(seconds=self.timeout)))
@@ -83,14 +83,15 @@ class GlooEndpoint(Endpoint):
             backends.clear()
             raise PeerGoneError("this rank has given up")
         # Another thread may open sockets at the same time. The backend's own are those whose other end another rank reports.
-        self._sockets.claim(new.found, gather_objects(self, list(new.found)), rank)
+        reported = dict(zip(self.group.ranks, gather_objects(self, list(new.found)), strict=True))
+        self._sockets.claim(new.found, {peer: theirs for peer, theirs in reported.items() if peer != self.group.rank})
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
-        backends, tag, peer = self._backends(line), tag_of(line), line.destination
+        backends, tag, peer = self._backends(line), tag_of(line), self.group.place(line.destination)
         return lambda tensor: backends[0].send([tensor], peer, tag)
 
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
-        backends, tag, peer = self._backends(line), tag_of(line), line.source
+        backends, tag, peer = self._backends(line), tag_of(line), self.group.place(line.source)
         return lambda tensor: backends[0].recv([tensor], peer, tag)
 
     def _backends(self, line: Line) -> list[Any]:

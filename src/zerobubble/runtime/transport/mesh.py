@@ -6,7 +6,7 @@ Everything else counts ranks as `Layout` does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -32,13 +32,13 @@ class Layout(NamedTuple):
 
     Attributes:
         name: Distinguishes process groups and meshes.
-        ranks: The ranks of torch.distributed. All other attributes count ranks by their index in it.
+        ranks: The ranks of torch.distributed, lost ones included. All other attributes, and errors, count ranks by their index in it.
         pipelines: All pipelines, each with the ranks of its stages.
         pipeline: The pipeline of this rank.
         along: For each set of other dimensions, the ranks that differ from this one only along these, itself included.
         data: The dimensions along which ranks get different data, of those with more than one rank.
         lockstep: The dimensions along which ranks must run the same passes in the same order, of those with more than one rank.
-        processes: The processes of `ranks`, if they are known from an earlier pipeline.
+        processes: The processes of `members`, if they are known from an earlier pipeline.
     """
 
     name: str
@@ -49,6 +49,26 @@ class Layout(NamedTuple):
     data: frozenset[str] = frozenset()
     lockstep: frozenset[str] = frozenset()
     processes: tuple[RankProcess, ...] = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that train: all but those that are lost."""
+        return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline))
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """The ranks that train, if any is lost; otherwise empty."""
+        return self.members if len(self.members) < len(self.ranks) else ()
+
+    def without(self, lost: Collection[int], processes: Sequence[RankProcess]) -> Layout:
+        """Returns one pipeline of all ranks but the `lost` ones, with the `processes` of `members` if they are known.
+
+        The ranks keep their numbers.
+        """
+        left = tuple(rank for rank in self.members if rank not in lost)
+        known = dict(zip(self.members, processes, strict=True)) if processes else {}
+        name = "-".join(["survivors", self.name, *map(str, sorted(lost))])
+        return Layout(name, self.ranks, (left,), left, {}, processes=tuple(known[rank] for rank in left if known))
 
     def dimensions_of(self, ranks: Collection[int]) -> frozenset[str]:
         """Returns the dimensions along which these ranks of torch.distributed lie, this rank included; none if no other is in the mesh.
@@ -73,10 +93,10 @@ class Layout(NamedTuple):
         return max(found, key=lambda names: len(names))
 
 
-def one_pipeline(name: str, ranks: Sequence[int], processes: Iterable[RankProcess] = ()) -> Layout:
-    """Returns a single pipeline of these ranks, whose `processes` may be known."""
+def one_pipeline(name: str, ranks: Sequence[int]) -> Layout:
+    """Returns a single pipeline of these ranks."""
     everybody = tuple(range(len(ranks)))
-    return Layout(name, tuple(ranks), (everybody,), everybody, {}, processes=tuple(processes))
+    return Layout(name, tuple(ranks), (everybody,), everybody, {})
 
 
 def layout_of_group(group: dist.ProcessGroup | None) -> Layout:

@@ -75,9 +75,8 @@ class NcclEndpoint(Endpoint):
 
         Their kernels have at most `most` thread blocks, or as many as NCCL chooses.
         """
-        rank, size, shared, *_ = self.group
-        if members is not None:
-            rank, size = members.index(rank), len(members)
+        ranks, shared = members or self.group.ranks, self.group.store
+        rank, size = ranks.index(self.group.rank), len(ranks)
         # Communicators wait in the store, which then serves no other call on the same connection. Torch before 2.8 cannot clone one.
         store = shared.clone() if hasattr(shared, "clone") else shared
         options = dist.distributed_c10d.ProcessGroupNCCL.Options()
@@ -118,11 +117,11 @@ class NcclEndpoint(Endpoint):
             )
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
-        lanes, lane, peer = self._lanes, self._lane_of(line), line.destination
+        lanes, lane, peer = self._lanes, self._lane_of(line), self.group.place(line.destination)
         return lambda tensor: _backend_of(lanes, lane).send([tensor], peer, 0)
 
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
-        lanes, lane, peer = self._lanes, self._lane_of(line), line.source
+        lanes, lane, peer = self._lanes, self._lane_of(line), self.group.place(line.source)
         return lambda tensor: _backend_of(lanes, lane).recv([tensor], peer, 0)
 
     def _lane_of(self, line: Line) -> tuple[Purpose, bool]:

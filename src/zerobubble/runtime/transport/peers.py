@@ -33,13 +33,18 @@ class Peers:
     """
 
     def __init__(self, transport: Transport, members: Sequence[int] | None = None, lockstep: Peers | None = None) -> None:
-        self.members = tuple(range(transport.size)) if members is None else tuple(members)
+        self.members = transport.ranks if members is None else tuple(members)
         self.rank, self.size = self.members.index(transport.rank), len(self.members)
         self.standing = transport.standing
         self.lockstep = lockstep
         self._transport = transport
-        self._are_all = self.members == tuple(range(transport.size))
+        self._are_all = self.members == transport.ranks
         self.wait: Callable[[Work, int, str], None] = transport.waiting.wait if self._are_all else self._wait
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """The numbers of the ranks, if others were lost; empty for 0, 1, ..."""
+        return self._transport.group.survivors
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,8 @@
 """Brings the ranks of a group together in the torch.distributed store, in rounds, before any connection exists.
 
 1. Each rank writes its record into the open round: the fault in its arguments, its terms such as versions, and its process.
-2. Rank 0 waits for all records and decides the round: the ranks continue under a session name, or all raise one fault. A rank that times
-   out, or finds that a process has ended, decides it as well.
+2. The first rank waits for all records and decides the round: the ranks continue under a session name, or all raise one fault. A rank that
+   times out, or finds that a process has ended, decides it as well.
 3. The first decision wins (`compare_set`), and all ranks read it from the store. Never may two ranks act on different decisions.
 4. The rank that arrives next opens a new round. So ranks meet again after a failure, even if one has made more attempts than another.
 
@@ -17,7 +17,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 from zerobubble.errors import InputError, PipelineError
@@ -150,12 +150,12 @@ class _Participant:
         return outcome
 
     def _outcome_of(self, current: str) -> Outcome:
-        everybody = [f"{current}/{rank}" for rank in range(self._group.size)]
+        everybody = {rank: f"{current}/{rank}" for rank in self._group.ranks}
         self._store.set(everybody[self._group.rank], json.dumps(self._record))
         # Look for a decision first: once one exists, nothing that this rank finds matters any more.
         pause_s = _SHORTEST_S
         while not self._store.check([_decision_key(current)]):
-            if self._group.rank == 0 and self._store.check(everybody):
+            if self._group.is_first and self._store.check(list(everybody.values())):
                 return self._decide(current, self._judge(everybody))
             if (ended := self._ended()) is not None:
                 return self._decide(current, ended)
@@ -166,7 +166,7 @@ class _Participant:
 
     def _ended(self) -> Outcome | None:
         """Returns the failure of a rank whose process has ended, among the processes that are known; None if all are alive."""
-        for rank, process in enumerate(self._group.processes):
+        for rank, process in zip(self._group.ranks, self._group.processes, strict=False):  # none if they are not known
             if has_ended(process):
                 return Outcome(failure=f"rank {rank} is gone: its process ended before the ranks had met; see the log there", rank=rank)
         return None
@@ -179,7 +179,7 @@ class _Participant:
             time.sleep(_LONGEST_S)
 
     def _is_unread(self, current: str) -> bool:
-        ranks = range(self._group.size)
+        ranks = self._group.ranks
         return any(self._store.check([f"{current}/{rank}"]) and not self._store.check([_read_key(current, rank)]) for rank in ranks)
 
     def _open_round(self) -> str:
@@ -198,24 +198,25 @@ class _Participant:
     def _read(self, current: str) -> Outcome:
         return _as_outcome(self._store.get(_decision_key(current)))
 
-    def _judge(self, everybody: Sequence[str]) -> Outcome:
+    def _judge(self, everybody: Mapping[int, str]) -> Outcome:
         """Returns whether all ranks, which have arrived, can continue together."""
-        records = [json.loads(self._store.get(key)) for key in everybody]
-        faults = faults_of([(fault, terms) for fault, terms, *_ in records])
+        records = {rank: json.loads(self._store.get(key)) for rank, key in everybody.items()}
+        faults = faults_of({rank: (fault, terms) for rank, (fault, terms, *_) in records.items()})
         if faults:
             return Outcome(input_error=faults)
-        return Outcome(session=uuid.uuid4().hex, processes=tuple(RankProcess(*process) for _, _, process in records))
+        return Outcome(session=uuid.uuid4().hex, processes=tuple(RankProcess(*process) for _, _, process in records.values()))
 
-    def _give_up(self, everybody: Sequence[str]) -> Outcome:
+    def _give_up(self, everybody: Mapping[int, str]) -> Outcome:
         """Returns which rank kept this one waiting until its timeout."""
         if self._reason.failure:
             return self._reason
-        missing = [rank for rank, key in enumerate(everybody) if not self._store.check([key])]
+        missing = [rank for rank, key in everybody.items() if not self._store.check([key])]
         if self._missed.failure and len(missing) == self._group.size - 1:
             return self._missed  # the others had given up before this rank arrived, and did not try again
         if not missing:
-            silent = "rank 0 does not answer: it called Pipeline(...) and then was silent"
-            return Outcome(failure=f"{silent} for {self._timeout:g} s; see the log there", rank=0)
+            first = self._group.ranks[0]
+            silent = f"rank {first} does not answer: it called Pipeline(...) and then was silent"
+            return Outcome(failure=f"{silent} for {self._timeout:g} s; see the log there", rank=first)
         late = f"{named('rank', missing)} did not call Pipeline(...) within {self._timeout:g} s"
         remedy = "see the log there, or raise `timeout` if it may take that long"
         return Outcome(failure=f"{late}; {remedy}", rank=missing[0] if len(missing) == 1 else -1)

@@ -58,8 +58,8 @@ def connect_all(control: Endpoint, channels: Sequence[Channel], timeout: float) 
     """
     attempt = _Attempt(control.group.rank, channels, timeout)
     try:
-        attempt.addresses = gather_objects(control, attempt.listen())
-        _refuse([f"rank {rank} {address.fault}" for rank, address in enumerate(attempt.addresses) if address.fault])
+        attempt.addresses = dict(zip(control.group.ranks, gather_objects(control, attempt.listen()), strict=True))
+        _refuse([f"rank {rank} {address.fault}" for rank, address in attempt.addresses.items() if address.fault])
         for act in (attempt.call, attempt.answer):  # the gather between them is a barrier: all have called before any rank answers
             _refuse([fault for faults in gather_objects(control, act()) for fault in faults])
     except BaseException:
@@ -81,7 +81,7 @@ class _Attempt:
 
     def __init__(self, rank: int, channels: Sequence[Channel], timeout: float) -> None:
         self.connections: dict[Channel, Connection] = {}
-        self.addresses: list[_Address] = []
+        self.addresses: dict[int, _Address] = {}
         self._rank = rank
         self._channels = channels
         self._timeout = timeout

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import ClassVar, NamedTuple
 
@@ -69,10 +69,10 @@ class PeerSockets:
         os.set_inheritable(descriptor, False)
         self._held.setdefault(peer, []).append(HeldSocket(descriptor, os.fstat(descriptor).st_ino))
 
-    def claim(self, found: Mapping[str, int], reported: Sequence[Collection[str]], rank: int) -> None:
-        """Adds those connections `found` on this `rank` that another rank has `reported`, too."""
-        for peer, theirs in enumerate(reported):
-            for ends in set(theirs) & set(found) if peer != rank else ():
+    def claim(self, found: Mapping[str, int], reported: Mapping[int, Collection[str]]) -> None:
+        """Adds those connections `found` on this rank that another rank has `reported`, too."""
+        for peer, theirs in reported.items():
+            for ends in set(theirs) & set(found):
                 self.add(peer, found[ends])
 
     def disconnect(self, peer: int | None = None) -> None:

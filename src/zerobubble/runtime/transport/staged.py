@@ -103,7 +103,7 @@ class _Job(NamedTuple):
 def _fail(failures: list[BaseException], gloo: GlooEndpoint, error: BaseException) -> None:
     """Ends the waits of this rank: the ranks that it waits for may in turn wait for the message that cannot be sent."""
     failures.append(error)
-    for rank in range(gloo.group.size):
+    for rank in gloo.group.ranks:
         if rank != gloo.group.rank:
             gloo.disconnect(rank)
 

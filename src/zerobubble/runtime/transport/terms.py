@@ -29,10 +29,10 @@ def without_note(value: str) -> str:
     return value.partition(_NOTE)[0]
 
 
-def faults_of(ranks: Sequence[RankTerms]) -> str:
+def faults_of(ranks: Mapping[int, RankTerms]) -> str:
     """Returns all faults of any rank and all differences between ranks; empty if there are none."""
-    faults = by_rank(range(len(ranks)), [fault for fault, _ in ranks])
-    return "; ".join(faults + _disagreements([terms for _, terms in ranks]))
+    faults = by_rank(ranks, [fault for fault, _ in ranks.values()])
+    return "; ".join(faults + _disagreements({rank: terms for rank, (_, terms) in ranks.items()}))
 
 
 def by_rank(ranks: Collection[int], faults: Iterable[str]) -> list[str]:
@@ -73,11 +73,11 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, span)) for span in spans)}"
 
 
-def _disagreements(ranks: Sequence[Terms]) -> list[str]:
+def _disagreements(ranks: Mapping[int, Terms]) -> list[str]:
     """Returns the differences between the ranks' terms. A term that only some ranks have is compared among these."""
     faults = []
-    for what in dict.fromkeys(name for terms in ranks for name in terms):
-        found = {rank: terms[what] for rank, terms in enumerate(ranks) if what in terms}
+    for what in dict.fromkeys(name for terms in ranks.values() for name in terms):
+        found = {rank: terms[what] for rank, terms in ranks.items() if what in terms}
         compared = {rank: without_note(value) for rank, value in found.items()}
         if len(set(compared.values())) > 1:
             shown = {rank: value.split(" #")[0] for rank, value in compared.items()}

@@ -52,7 +52,7 @@ class Transport:
 
     def __init__(self, endpoint: Endpoint, choose_for_tensors: Choose | None = None) -> None:
         self.group = endpoint.group
-        self.rank, self.size = endpoint.group.rank, endpoint.group.size
+        self.rank, self.ranks = endpoint.group.rank, endpoint.group.ranks
         self.device = torch.device("cpu")
         self.waiting = Waiting()
         self.is_aborted = False
