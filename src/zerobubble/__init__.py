@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from zerobubble import transport as transport
     from zerobubble.models.model_split import split
     from zerobubble.runtime.checkpoint.checkpoint import load, save
+    from zerobubble.runtime.gathered import gathered
     from zerobubble.runtime.hooks.auto import Auto
     from zerobubble.runtime.hooks.post_validation import PostValidation
     from zerobubble.runtime.pipeline import Pipeline
@@ -67,6 +68,7 @@ __all__ = [  # noqa: RUF022 - in reading order for newcomers
     "Auto",
     "save",
     "load",
+    "gathered",
     "Schedule",
     "Placement",
     "Op",
@@ -117,6 +119,7 @@ _NEEDS_TORCH = {
     "split": "zerobubble.models.model_split",
     "save": "zerobubble.runtime.checkpoint.checkpoint",
     "load": "zerobubble.runtime.checkpoint.checkpoint",
+    "gathered": "zerobubble.runtime.gathered",
 }
 
 if find_spec("torch") is None:

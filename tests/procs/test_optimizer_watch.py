@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections import deque
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tests.refusals import raises
 from zerobubble.errors import InputError
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
+from zerobubble.runtime.stage.cut_model import CutModel
 from zerobubble.runtime.step.optimizers import optimizers_in
 from zerobubble.runtime.step.runner import StepRunner
 
@@ -26,6 +28,8 @@ class Runner:
         self._parameters = parameters
         self.num_calls = 0
         self.optimizers: Any = self  # a cycle, as real runners are in: the garbage collector ends it, at any moment
+        self.guard: Any = SimpleNamespace(closed=None)
+        self.cut_model = CutModel({}, 0)
 
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         return self._parameters

@@ -1,8 +1,8 @@
 """`PipelineTrainer`: the Trainer of Transformers, with the model in a pipeline.
 
 The model stays the Trainer's `model`, whole on every rank: its class, configuration, names and `save_pretrained` are what the rest of
-Transformers works with. `zb.split` cuts it, and the stages use its parameters. So each rank trains its own stages' part of `model`; the
-other parts are stale until a save collects them.
+Transformers works with. `zb.split` cuts it, and the stages use its parameters. So each rank trains its own stages' part of `model`. During
+training, the other parts are released; saves, and the end of `train`, gather them.
 
 Trainer computes the loss by `compute_loss(model, inputs)`, which users and TRL override. Here it runs once per microbatch, on the rank of
 the last stage, where a call of `model` returns the output that the pipeline has computed. It also runs once before each step, to capture
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from transformers.trainer import SCHEDULER_NAME
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.versions import refuse_wrong_versions
-from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, raise_called, replaced
+from zerobubble.integrations.whole_model import CalledError, from_last_stage, raise_called, replaced
+from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.options import ALIKE
 
 FOLDER = "pipeline"
@@ -90,6 +92,7 @@ class PipelineMixin(_Trainer):
         self._split_options = {name: self._options.pop(name) for name in ("cuts", "inside_blocks") if name in self._options}
         self._mesh: DeviceMesh | None = self._options.get("mesh")
         self._pipe: zb.Pipeline | None = None
+        self._cut_model: nn.Module | None = None
         self._scale = _Scale(None, 1.0)
         self._losses: list[tuple[float, Tensor]] = []  # weight and loss of each microbatch, on the rank of the last stage
         super().__init__(*args, **kwargs)
@@ -121,10 +124,14 @@ class PipelineMixin(_Trainer):
     @property
     def pipeline(self) -> zb.Pipeline:
         """The pipeline, made at the first training step or evaluation: its timeline, plan and losses."""
+        if self._cut_model is not self.model:  # `model_init` makes another model for each `train`
+            self.close()
         if self._pipe is None:
             stages = zb.split(self.model, **self._split_options)
             options = {"loss_weight": self._weight, **self._options}
             self._pipe = zb.Pipeline(stages, self._schedule, self._num_microbatches, self._loss, **options)
+            self._pipe._steps.cut_model.remedy = "call trainer.save_model on all ranks, or "
+            self._cut_model = self.model
         return self._pipe
 
     # What Trainer asks about the ranks
@@ -212,6 +219,7 @@ class PipelineMixin(_Trainer):
         inputs = self._prepare_inputs(inputs)
         self._scale = self._scale_of(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
         self._losses.clear()
+        self.pipeline._steps.cut_model.release()
         with self._autocast():
             loss = self.pipeline.step(self._arguments(inputs), inputs, num_microbatches=self._fewer_microbatches(inputs))
         return loss.detach().to(self.args.device)
@@ -331,16 +339,20 @@ class PipelineMixin(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the whole model from the first rank, for `from_pretrained`. Every rank calls it."""
-        state = self._whole_state()
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+        with self._gathering():
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=self.model.state_dict())
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _whole_state(self) -> dict[str, Tensor]:
-        """Copies the values of all stages to every rank's model. Returns its state on the ranks that save, and an empty dict on others."""
-        collect(self.pipeline, self.model.state_dict(keep_vars=True), self.args.device)
-        return self.model.state_dict() if self.args.should_save else {}
+    def _gathering(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model is whole on the ranks that save."""
+        return nullcontext() if self._pipe is None else gathering(self._pipe._steps, self.model, wanted=self.args.should_save)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the model whole on every rank, before the best weights are loaded and callbacks see the end of training."""
+        make_whole(self.pipeline, self.model)
+        return super()._finalize_training(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         zb.save(os.path.join(output_dir, FOLDER), self.pipeline, self.optimizer.optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,31 +84,11 @@ def tensors_of_stages(pipe: zb.Pipeline) -> set[int]:
     return {id(tensor) for tensor in (*pipe.parameters(), *buffers)}
 
 
-def collect(pipe: zb.Pipeline, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Copies each tensor from the rank whose stages own it to all other ranks, in place. Every rank calls it.
-
-    Args:
-        pipe: The pipeline of this rank.
-        tensors: The parameters and buffers of the whole model, by the same names on every rank.
-        device: The device through which the ranks exchange the values.
-    """
-    mine = tensors_of_stages(pipe)
-    owners: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(owners, {name for name, tensor in tensors.items() if id(tensor) in mine})
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        owner = next((rank for rank, names in enumerate(owners) if name in names), None)
-        if owner is None or id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        copy_from(owner, tensor, device)
-
-
 @torch.no_grad()
-def copy_from(rank: int, tensor: Tensor, device: torch.device) -> None:
-    """Copies the values of `tensor` on `rank` to all other ranks, in place. The values are exchanged through tensors on
+def copy_from(rank: int, tensor: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Copies the values of `tensor` on `rank` to all other ranks of `group`, in place. The values are exchanged through tensors on
     `device`."""
     value = tensor.detach().to(device).contiguous()
-    dist.broadcast(value, src=rank)
+    dist.broadcast(value, src=rank, group=group)
     if dist.get_rank() != rank:
         tensor.detach().copy_(value)

@@ -24,7 +24,7 @@ from zerobubble.models.cutting.summary import StageSummary, cut_in_words
 from zerobubble.models.making.configuration import CONFIGURATION, is_configuration, maker_of
 from zerobubble.models.making.exported import EXPORTED, example_of, module_of
 from zerobubble.models.making.factory import MAKES_A_MODEL, ModelFactory
-from zerobubble.models.making.source import ModelSource, trains_in_parts
+from zerobubble.models.making.source import ModelSource
 from zerobubble.models.observation.dataflow import Dataflow
 from zerobubble.models.observation.example import Arguments, arguments_of, own_example
 from zerobubble.models.observation.observed_model import ObservedModel
@@ -39,8 +39,10 @@ from zerobubble.partition import Layer, LayerCut, cut_layers
 from zerobubble.planning import Plan
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.user_code import keep_only_user_code
+from zerobubble.runtime.stage.cut_model import note_model
 from zerobubble.runtime.stage.whole_model import ModelFacts
 from zerobubble.runtime.values.buffers import making_tensors
+from zerobubble.runtime.values.released import is_released
 from zerobubble.units import NS_PER_MS, as_bytes
 
 MODEL = either(PIPE, nn.Module, MAKES_A_MODEL, CONFIGURATION, EXPORTED)
@@ -176,13 +178,27 @@ class ModelSplit:
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
         """Returns the module of `stage`; raises `InputError` if the model cannot be cut into `num_stages`."""
         cut = self.cut(num_stages)
+        self._refuse_released(cut, stage)
         model, units = self._model, self._units
         if not self._source.is_given:
             model = self._source.as_it_is_cut(self._source.with_numbers(self._names.of_stage(cut, stage)))
             units = find_units(model, self._opened or ())
         made = stage_model(model, units, self._observed, cut, stage)
         made.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
+        if self._source.is_given:
+            note_model(made, [self._source.untraced])
         return made
+
+    def _refuse_released(self, cut: ModelCut, stage: int) -> None:
+        """Raises `InputError` for a stage that another pipeline has trained on another rank."""
+        for name in self._names.of_stage(cut, stage):
+            if is_released(self._names.named[name]):
+                raise InputError(
+                    "stage {stage} has {name!r}, which an earlier pipeline of this model has trained on another rank",
+                    stage=stage,
+                    name=name,
+                    remedy="close that pipeline inside `with zb.gathered(model):`, after which the model is whole, or load a checkpoint",
+                )
 
     def cut(self, num_stages: int) -> ModelCut:
         """Returns the cut into `num_stages`; raises `InputError` if there is none, or if the cut model computes different values."""
@@ -321,10 +337,6 @@ class ModelSplit:
         for unit, stage in self.cut(num_stages).stage_of.items():
             begins.setdefault(stage, unit)
         return self._source.facts({"cut of the model": f"stages from {', '.join(map(repr, begins.values()))}"})
-
-    def was_connected(self) -> None:
-        """Records that from here on, each rank trains its own stages of the model."""
-        trains_in_parts(self._source.untraced)
 
     def tied(self, num_stages: int) -> list[list[tuple[int, str]]]:
         """Returns the parameters that several stages hold, as groups for `Pipeline(tied=...)`."""

@@ -453,8 +453,6 @@ def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup, given: Rank
             raise_faults(dict.fromkeys(differences({rank: facts[rank] for rank in pipeline}) for pipeline in layout.pipelines))
         uncut = {rank: theirs for rank, (_, theirs) in gathered.items()}
         refuse_uncut_models(layout.pipelines, uncut, warns=ranks.transport.group.is_first)
-    if setup.whole is not None:
-        setup.whole.was_connected()
 
 
 def _refuse_empty_levels(ranks: SetupRanks, setup: Setup) -> None:

@@ -21,7 +21,8 @@ from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse, refuse_fabric, refuse_optimizers, refuse_options, wrapping_faults
 from zerobubble.integrations.lightning.runner import Settings
 from zerobubble.integrations.versions import refuse_wrong_versions
-from zerobubble.integrations.whole_model import collect, from_last_stage
+from zerobubble.integrations.whole_model import from_last_stage
+from zerobubble.runtime.gathered import gathering, make_whole
 
 
 class PipelineStrategy(PipelineRanks, ParallelStrategy):
@@ -118,6 +119,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         if not self._has_stepped:
             refuse_different_batches((inputs, targets), self.mesh.get_group("pp"))
             self._has_stepped = True
+        self._pipeline(inputs)._steps.cut_model.release()
         with self.precision.forward_context():
             return self._pipeline(inputs).step(inputs, targets, num_microbatches=self._count(inputs))
 
@@ -148,6 +150,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             example = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
             with torch.enable_grad():
                 self.pipeline = settings.pipeline_of(self._module, example, self._loss_fn, settings.loss_weight, self.mesh)
+                self.pipeline._steps.cut_model.remedy = "call fabric.save(path, {'model': model}) on all ranks, or "
         return self.pipeline
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -169,12 +172,16 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns the state of the whole module, on every rank."""
         whole = module.module if isinstance(module, _Evaluated) else module
-        if self.pipeline is not None and whole is self._module:
-            collect(self.pipeline, dict(whole.named_parameters()) | dict(whole.named_buffers()), self.root_device)
-        return super().get_module_state_dict(whole)
+        if self.pipeline is None or whole is not self._module:
+            return super().get_module_state_dict(whole)
+        with gathering(self.pipeline._steps, whole, wanted=True):
+            return super().get_module_state_dict(whole)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        super().load_module_state_dict(module.module if isinstance(module, _Evaluated) else module, state_dict, strict)
+        whole = module.module if isinstance(module, _Evaluated) else module
+        if self.pipeline is not None and whole is self._module:
+            make_whole(self.pipeline, whole)
+        super().load_module_state_dict(whole, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the state of the whole optimizer on the first rank, and this rank's part on others."""

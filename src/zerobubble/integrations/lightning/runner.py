@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -31,7 +32,8 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.batches import cut, num_samples, refuse_different_batches
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated, nothing
 from zerobubble.integrations.lightning.logs import Entry, StepMessages, merged
-from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, own_forward, raise_called, replaced
+from zerobubble.integrations.whole_model import CalledError, copy_from, from_last_stage, own_forward, raise_called, replaced
+from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, states_restored
 
@@ -148,6 +150,7 @@ class StepRunner:
 
     def train_by_hand(self, batch: Any, rest: tuple[Any, ...]) -> Any:
         """Runs `training_step` with manual optimization on every rank. Its call of the model runs a step of the pipeline."""
+        self.share_outside()
         step = self._begun(batch, rest, 1.0)
         arguments = self._arguments_of_all(step)
         calls = 0
@@ -197,6 +200,7 @@ class StepRunner:
     def _trained(self, step: _Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
         """Runs the passes of a step, puts the gradients aside, and returns the loss."""
         pipe = self._pipeline(arguments[0])
+        pipe._steps.cut_model.release()
         parameters = self._parameters
         before = [None if clears else parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -372,6 +376,7 @@ class StepRunner:
                 torch.manual_seed(self._seed)
                 self.pipe = self._settings.pipeline_of(network, example, self._loss_function(), self._weight, self._mesh)
             network.train(was_training)
+            self.pipe._steps.cut_model.remedy = "call trainer.save_checkpoint on all ranks, or "
             self._parameters = list(self.pipe.parameters())
             if len(self.pipe.schedule.placement.routes) > 1:
                 raise InputError(TWO_DIRECTIONS, name=self.pipe.schedule.name)
@@ -408,16 +413,31 @@ class StepRunner:
         assert self.pipe is not None
         return from_last_stage(self.pipe, found, self._group, self._device)
 
-    def collect(self) -> None:
-        """Copies the values of all stages to every rank's module. Every rank calls it."""
-        if self.pipe is not None:
-            tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
-            collect(self.pipe, tensors, self._device)
+    def gathering(self) -> AbstractContextManager[None]:
+        """Returns a context in which the module is whole on every rank. Every rank enters it."""
+        if self.pipe is None:
+            return nullcontext()
+        self._share_outside_buffers()
+        return gathering(self.pipe._steps, self._module, wanted=True)
 
-    def collect_outside(self) -> None:
-        """Copies the parameters outside the network to every rank, because evaluation uses them there. Every rank calls it."""
-        if self.pipe is not None and (outside := self._outside()):
-            collect(self.pipe, outside, self._device)
+    def make_whole(self) -> None:
+        """Makes the module whole on every rank, until an optimizer steps. Every rank calls it."""
+        if self.pipe is not None:
+            self._share_outside_buffers()
+            make_whole(self.pipe, self._module)
+
+    def share_outside(self) -> None:
+        """Gives every rank the parameters and buffers outside the network, because evaluation uses them there. Every rank calls it."""
+        if self.pipe is not None:
+            self._share_outside_buffers()
+            if trained := [parameter for parameter in self._outside().values() if parameter.requires_grad]:
+                make_whole(self.pipe, nn.ParameterList(trained))
+
+    def _share_outside_buffers(self) -> None:
+        inside = {id(buffer) for buffer in self.network.buffers()}
+        for buffer in self._module.buffers():
+            if id(buffer) not in inside:
+                copy_from(dist.get_global_rank(self._group, self._last_rank), buffer, self._device, self._group)
 
     def refuse_different_batches(self, batch: Any) -> None:
         """Raises `InputError` on every rank if the ranks of the pipeline have different batches, or draw different random numbers."""

@@ -1,12 +1,13 @@
 """`PipelineStrategy`: a strategy of Lightning's Trainer that trains a network in a pipeline.
 
 The LightningModule stays whole on every rank, and its optimizers have all of its parameters. Each rank trains its own stages' part: the
-other parameters have no gradients, so optimizers skip them. They are stale until a checkpoint or the end of training collects them.
+other parameters have no gradients, so optimizers skip them. During training they are released; checkpoints, and the end of training,
+gather them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -132,6 +133,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
         self._runner = StepRunner(self.lightning_module, self._settings, self.mesh, self.root_device, self.broadcast(torch.initial_seed()))
         self._share_random_states()
+        if not any(isinstance(callback, _WholeAtEnd) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, _WholeAtEnd())
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -176,7 +179,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             return self.runner.evaluate("predict_step", (*args, *kwargs.values()))
 
     def on_validation_start(self) -> None:
-        self.runner.collect_outside()
+        self.runner.share_outside()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -184,8 +187,13 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole module, on every rank."""
-        self.runner.collect()
-        return super().lightning_module_state_dict()
+        with self.runner.gathering():
+            return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._runner is not None:
+            self._runner.make_whole()
+        super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the state of the whole optimizer on the first rank, and this rank's part on others."""
@@ -195,9 +203,6 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
 
     # The end
 
-    def on_train_end(self) -> None:
-        self.runner.collect()
-
     def on_exception(self, exception: BaseException) -> None:
         if self._runner is not None:
             self._runner.close(exception)
@@ -206,6 +211,13 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         if self._runner is not None:
             self._runner.close()
         super().teardown()
+
+
+class _WholeAtEnd(pl.Callback):
+    """The first callback: when the others see the end of training, the module is whole on every rank."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.strategy.runner.make_whole()
 
 
 FabricStrategy.register(PipelineStrategy)  # so that Fabric reads `_precision`, instead of reporting an unknown name of a strategy

@@ -217,7 +217,7 @@ def _work_for_weights(unit: nn.Module) -> Iterator[_Storages]:
 
 def _on_meta(unit: nn.Module) -> nn.Module:
     """Returns a copy of `unit` on the meta device, with the same `requires_grad`."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(_meta(p.detach()), requires_grad=p.requires_grad) for p in unit.parameters()}
+    memo: dict[int, Any] = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in unit.parameters()}
     memo |= {id(buffer): _meta(buffer) for buffer in unit.buffers()}
     return copy_of(unit, memo)
 

@@ -15,6 +15,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.source_tracker import storage_of
 from zerobubble.models.observation.units import Units
+from zerobubble.runtime.values.released import is_released
 
 
 class ParameterNames:
@@ -77,7 +78,7 @@ def refuse_shared_memory(names: ParameterNames, cut: ModelCut) -> None:
     for stage in range(cut.num_stages):
         for key in {id(names.named[name]) for name in names.of_stage(cut, stage)}:
             stages[key].append(stage)
-    strided = [(key, each) for key, each in parameters.items() if each[1].layout is torch.strided and each[1].numel() and stages[key]]
+    strided = [(key, each) for key, each in parameters.items() if _has_memory(each[1]) and stages[key]]
     before: list[_Place] = []
     for place in sorted(_place(*each, stages[key]) for key, each in strided):
         before = [other for other in before if other.storage == place.storage and other.end > place.begin]
@@ -92,6 +93,10 @@ def refuse_shared_memory(names: ParameterNames, cut: ModelCut) -> None:
                     "both are in one stage",
                 )
         before.append(place)
+
+
+def _has_memory(parameter: nn.Parameter) -> bool:
+    return parameter.layout is torch.strided and parameter.numel() > 0 and not is_released(parameter)
 
 
 def _place(name: str, parameter: nn.Parameter, stages: Sequence[int]) -> _Place:

@@ -8,7 +8,6 @@ Ranks check for equal models with short digests of their parameters, without rea
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from weakref import WeakSet
 
 from torch import nn
 
@@ -18,6 +17,7 @@ from zerobubble.models.making.tracing.traced import Trace
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.unfit import refuse_unfit
 from zerobubble.runtime.stage.whole_model import ModelFacts, digest, kinds
+from zerobubble.runtime.values.released import is_released
 
 
 class ModelSource:
@@ -69,18 +69,11 @@ class ModelSource:
         return ModelFacts(facts | drawn, kinds(self.untraced), None)
 
 
-_TRAINED_IN_PARTS: WeakSet[nn.Module] = WeakSet()
-"""The models that were cut in this process, of which each rank may have trained its own stages since."""
-
-
 def values(model: nn.Module) -> dict[str, str] | None:
-    """Returns a digest of the values of each parameter; None for a model that was trained in parts.
+    """Returns a digest of the values of each parameter; None for a model of which a pipeline has trained parts, and released the others.
 
     Sharded parameters, and layouts and dtypes without element access, have an empty digest.
     """
-    return None if model in _TRAINED_IN_PARTS else {name: digest(parameter) for name, parameter in model.named_parameters()}
-
-
-def trains_in_parts(model: nn.Module) -> None:
-    """Records that from here on, ranks may have different values for parameters of `model`."""
-    _TRAINED_IN_PARTS.add(model)
+    if any(is_released(parameter) for parameter in model.parameters()):
+        return None
+    return {name: digest(parameter) for name, parameter in model.named_parameters()}

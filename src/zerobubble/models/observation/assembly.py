@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.units import Units, join
+from zerobubble.runtime.values.released import is_released
 
 UnitMaker = Callable[[str, nn.Module], nn.Module]
 """`(name, unit) -> module`: creates the replacement of a unit."""
@@ -77,12 +78,15 @@ def _with_made(made: Mapping[nn.Module, nn.Module], value: Any, depth: int = 3) 
 
 
 def give_tensors(stand_in: nn.Module, name: str, unit: nn.Module, make_parameter: ParameterMaker) -> None:
-    """Gives the stand-in of unit `name` the tensors that outside code may use: its direct parameters, as created, and buffers."""
+    """Gives the stand-in of unit `name` the tensors that outside code may use: its direct parameters, as created, and buffers.
+
+    Buffers are aliases, because those of the unit are released when another rank has trained it.
+    """
     for own, parameter in unit._parameters.items():
         if parameter is not None:
             place(stand_in, own, make_parameter(join(name, own), parameter))
     for own, buffer in unit._buffers.items():
-        place(stand_in, own, buffer)
+        place(stand_in, own, buffer if buffer is None or is_released(buffer) else buffer.detach())
 
 
 def place(module: nn.Module, name: str, tensor: Tensor | None) -> None:
@@ -97,7 +101,8 @@ def shallow(module: nn.Module) -> nn.Module:
     """Returns a shallow copy of a module with its own dicts of submodules, parameters, buffers and hooks."""
     made: nn.Module = object.__new__(type(module))  # not copy.copy, which pickles modules with parametrizations, and they refuse
     made.__dict__.update(module.__dict__)
-    for name in ("named_parameters", "named_modules"):  # an observed model has bound versions, which refer to its own modules
+    # An observed model and a released one have bound versions, which refer to their own modules.
+    for name in ("named_parameters", "named_modules", "_apply"):
         made.__dict__.pop(name, None)
     for name in (
         "_modules",

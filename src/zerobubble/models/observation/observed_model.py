@@ -64,7 +64,12 @@ class ObservedModel:
             self._held.update({tensor: join(name, own) for own, tensor in _tensors_of(shape_only.unit)})
         self._sole_holders: Any = WeakTensorKeyDictionary(_sole_holders(model, units, self.shape_only_by_name))
         self._buffers: Any = WeakTensorKeyDictionary(
-            {buffer: (name, own) for name, unit in units.units.items() for own, buffer in unit._buffers.items() if buffer is not None}
+            {
+                self._stand_ins[name].__dict__[own]: (name, own)
+                for name, unit in units.units.items()
+                for own, buffer in unit._buffers.items()
+                if buffer is not None
+            }
         )
         self._flows: OrderedDict[Any, Dataflow] = OrderedDict()
         self._lock = threading.Lock()

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import DirectParameter, RandomDraw, Sources, UnitCall
+from zerobubble.runtime.values.released import is_released
 
 _aten = torch.ops.aten
 _READS_NUMBERS = frozenset(
@@ -278,4 +279,5 @@ def named(sources: Sources) -> str:
 
 def storage_of(tensor: Tensor) -> int:
     """Returns an id that tensors with the same storage share during their lifetime."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
+    has_storage = tensor.layout is torch.strided and not is_released(tensor)
+    return tensor.untyped_storage()._cdata if has_storage else -id(tensor)

@@ -23,6 +23,7 @@ from zerobubble.models.observation.example import Arguments
 from zerobubble.models.proof.tiny import MOST_PROVED, NoTinyModelError, tiny_models
 from zerobubble.runtime.device import generators_restored
 from zerobubble.runtime.values.random_state import devices_with_generators, states_of
+from zerobubble.runtime.values.released import is_released
 
 _EXACT = (torch.float64, torch.complex128)
 _ROUNDING = 1e-14
@@ -256,6 +257,8 @@ def proved(
     """
     size = sum(parameter.numel() for parameter in model.parameters())
     reason, why = f"its {size:,} parameters are too many to be copied", "no tiny model of its class runs"
+    if any(map(is_released, model.parameters())):
+        size, reason = MOST_PROVED + 1, "a pipeline has trained it, and other ranks have parts of its weights"
     small = whole() if size <= MOST_PROVED else None
     if small is not None:
         reason = prove(small, stages_of, cut, arguments)

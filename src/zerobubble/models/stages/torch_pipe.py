@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
+from zerobubble.runtime.stage.cut_model import note_model
 
 PIPE = Wanted("a Pipe of torch.distributed.pipelining", lambda given: isinstance(given, Pipe))
 _PREFIX = "_zb_"
@@ -57,7 +58,9 @@ class PipeStages:
         result: Any = self._nodes[-1].args[0] if stage == num_stages - 1 else None
         result = result[0] if isinstance(result, tuple) and len(result) == 1 else result
         inputs = [node.name for node in self._nodes if node.op == "placeholder"]
-        return _PipeStage(given, own, later, result, inputs, stage)
+        made = _PipeStage(given, own, later, result, inputs, stage)
+        note_model(made, [self._pipe.split_gm.get_submodule(name) for name in self._names])
+        return made
 
     def tied(self, num_stages: int) -> list[list[tuple[int, str]]]:
         """Returns the parameters that PyTorch has copied into several stages, as groups for `Pipeline(tied=...)`."""

@@ -80,4 +80,7 @@ def load(
     rank and leaves everything as before: for a damaged checkpoint; for another model or optimizer; for another number of stages whose
     parameters are not named as in the whole model; and if a hook, optimizer or scaler on any rank raises while it loads its state.
     """
-    return with_recovery(pipe, lambda: CheckpointLoader(checkpointed(pipe), optimizer, scaler, model_only=model_only).read(path))
+    extra = with_recovery(pipe, lambda: CheckpointLoader(checkpointed(pipe), optimizer, scaler, model_only=model_only).read(path))
+    if isinstance(pipe, Pipeline):
+        pipe._steps.cut_model.release()  # other ranks' parameters keep their values from before
+    return extra

@@ -42,9 +42,13 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Notifies each runner that owns a parameter of `optimizer`."""
-    for runner, stepped in owners_of(parameters_of([optimizer])):
+    """Notifies each runner that owns a parameter of `optimizer`, and then each whose model has one."""
+    parameters = list(parameters_of([optimizer]))
+    for runner, stepped in owners_of(parameters):
         runner.optimizers.before_step_of(optimizer, stepped)
+    for runner in watched_runners():
+        if runner.guard.closed is None:
+            runner.cut_model.release_before(parameters)
 
 
 def owners_of(parameters: Iterable[Tensor]) -> Iterator[tuple[StepRunner, list[Tensor]]]:

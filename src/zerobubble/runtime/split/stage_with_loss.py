@@ -93,7 +93,7 @@ def with_loss(module: nn.Module, loss_fn: object) -> nn.Module:
 
     A loss that is already part of the stage is not added. Raises `InputError` if the stage uses the name of the loss for something else.
     """
-    stage, loss = stage_alone(module), _module_of(loss_fn)
+    stage, loss = stage_alone(module), loss_module(loss_fn)
     if loss is None or loss in set(stage.modules()) or not (list(loss.children()) or loss.state_dict()):
         return stage
     taken = [name for name in stage.state_dict() if name.startswith(f"{NAME}.")]
@@ -103,7 +103,7 @@ def with_loss(module: nn.Module, loss_fn: object) -> nn.Module:
     return StageWithLoss(stage, loss)
 
 
-def _module_of(loss_fn: object) -> nn.Module | None:
+def loss_module(loss_fn: object) -> nn.Module | None:
     """Returns the module behind partial arguments or a bound method; None if `loss_fn` is an opaque function."""
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func

@@ -21,7 +21,7 @@ _SAMPLED = 64
 class ModelFacts(NamedTuple):
     """Facts of a rank: `facts` by name, and digests of the `kinds` and `values` of parameters by name.
 
-    `values` are None if they may differ between ranks: if the model was trained in parts before.
+    `values` are None if they may differ between ranks: if each has trained a part of the model before.
     """
 
     facts: Mapping[str, str]
@@ -35,10 +35,6 @@ class KnowsModel(Protocol):
 
     def model_facts(self, num_stages: int) -> ModelFacts:
         """Returns the facts of this rank, for a cut into `num_stages` stages."""
-        ...
-
-    def was_connected(self) -> None:
-        """Called after ranks have compared their facts, before they train their parts."""
         ...
 
 

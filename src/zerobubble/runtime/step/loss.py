@@ -72,7 +72,7 @@ class StepLosses:
         held: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._peers = peers
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self._loss_weight = loss_weight
         self._on_loss = on_loss
         self._replicas = replicas
@@ -194,7 +194,7 @@ class StepLosses:
 
     def _loss(self, microbatch: int, output: Any, target: Any, *, is_first: bool) -> Tensor:
         try:
-            loss = self._loss_fn(output, target)
+            loss = self.loss_fn(output, target)
         except Exception as error:
             note_given(error, "loss_fn", output=output, target=target)
             raise

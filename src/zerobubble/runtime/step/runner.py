@@ -32,6 +32,7 @@ from zerobubble.runtime.failure.report import error_of
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
+from zerobubble.runtime.stage.cut_model import CutModel
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, split_batch
@@ -110,6 +111,7 @@ class StepRunner:
         self._nothing = nn.Parameter(torch.empty(0, dtype=torch.float32, device=stages.device))
         self._refusals = CallRefusals(peers, guard, programs, losses, self.gather)
         self.scaling = GradientScaling(gradients, stages.device)
+        self.cut_model = CutModel(self.modules, peers.members[peers.rank], losses.loss_fn)
         self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)
 
     @property
@@ -198,6 +200,7 @@ class StepRunner:
                 self._captured.refuse(self.schedule.num_microbatches if num_microbatches is None else num_microbatches, given)
         compiled = self.choose(num_microbatches)
         assert compiled.train is not None
+        self.cut_model.release_if_changed()
         executor = compiled.train
         with self.guard.during_step(executor):
             batch, passes = self._open(executor, given, None, self._ordering, captured=self._captured)
@@ -212,6 +215,8 @@ class StepRunner:
         with self.guard.during("while handing back the gradients of inputs"):
             self._input_gradients.hand_back(step.divisor)
         self.step_hooks.end(step, compiled.stages)
+        if self.cut_model.is_whole:
+            self.cut_model.watch([parameter for parameter in self.parameters() if self.gradients.get(parameter) is not None])
         if not self._losses.requires_grad:
             self._refuse_to_train_nothing(compiled)
         return step.loss

@@ -1,0 +1,263 @@
+"""`gathered`: a context in which a model has the trained weights of all ranks' stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.arguments import NUMBERED, instance, optional, takes
+from zerobubble.errors import InputError
+from zerobubble.program import Channel
+from zerobubble.rules import ValueKind
+from zerobubble.runtime.hooks.optimizer_watch import watched_runners
+from zerobubble.runtime.pipeline import Pipeline
+from zerobubble.runtime.stage.cut_model import StageTensor, named_tensors
+from zerobubble.runtime.step.runner import StepRunner
+from zerobubble.runtime.values.buffers import changing_weights
+from zerobubble.runtime.values.memory import local_part
+from zerobubble.runtime.values.released import is_released, local_shape, refill
+
+_DOING = "gathering the weights of a model"
+
+
+@takes(model=nn.Module, pipe=optional(instance(Pipeline)), rank=optional(NUMBERED))
+def gathered(model: nn.Module, pipe: Pipeline | None = None, *, rank: int | None = None) -> AbstractContextManager[None]:
+    """A context in which `model` has the trained weights of all stages. All ranks of the pipeline enter it.
+
+        with zb.gathered(model, rank=0):
+            if pipe.rank == 0:
+                model.save_pretrained("trained")
+
+    Each rank trains only its own stages of a model that `zb.split` has cut. From the first step of an optimizer on, every use of other
+    ranks' parameters raises `InputError`, and their memory is free. At the end of the context they are released again. If the pipeline is
+    closed inside of it, the model stays whole.
+
+    Args:
+        model: The model given to `zb.split`, a part of it, or a module that holds it, such as a LightningModule. With `pipe`, also another
+            model with the same names, such as one that was made after training.
+        pipe: The pipeline. By default, the open pipeline that trains `model`.
+        rank: The rank of the pipeline that gets the weights. By default, all get them, which takes the memory of the whole model on each.
+
+    Changes of weights inside the context count if all ranks with these weights make them.
+
+    Raises `InputError` on every rank if ranks give different models, if a rank has changed weights that it does not train, and for stages
+    sharded by `fully_shard`; `PipelineError` on every rank if one of them fails.
+
+    """
+    runner = _runner_of(model) if pipe is None else pipe._steps
+    if runner is None:
+        return _unchanged()
+    if rank is not None and rank >= runner.num_ranks:
+        raise InputError(
+            "rank must be one of the {expected} ranks of the pipeline, got {got}", argument="rank", got=rank, expected=runner.num_ranks
+        )
+    return gathering(runner, model, wanted=rank is None or rank == runner.rank)
+
+
+def _runner_of(model: nn.Module) -> StepRunner | None:
+    """Returns the runner of the open pipeline that trains `model`; None if it was closed, and the model is whole."""
+    tensors = {id(tensor): tensor for _, tensor in named_tensors(model)}
+    found = [
+        runner for runner in watched_runners() if not tensors.keys().isdisjoint(id(tensor) for _, tensor in runner.cut_model.tensors())
+    ]
+    is_open = [runner for runner in found if runner.guard.closed is None]
+    if len(is_open) == 1:
+        return is_open[0]
+    if is_open:
+        raise InputError("{got} open pipelines train parts of this model", got=len(is_open), remedy="give one: zb.gathered(model, pipe)")
+    if any(is_released(tensor) for tensor in tensors.values()):
+        raise InputError(
+            "the pipeline that has trained this model is closed, and the weights of other ranks' stages are gone",
+            remedy="enter zb.gathered(model) before the pipeline closes, or load a checkpoint",
+        )
+    if found:
+        return None
+    raise InputError(
+        "no pipeline trains {got}", got=type(model).__name__, remedy="give the model that zb.split has cut, or zb.gathered(model, pipe)"
+    )
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def gathering(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Iterator[None]:
+    """Like `gathered`, for this `runner`, on the ranks where it is `wanted`."""
+    made = gather(runner, model, wanted=wanted)
+    releases = wanted and runner.cut_model.was_gathered()
+    fault, ends_process = None, False
+    try:
+        yield
+    except BaseException as error:
+        ends_process = not isinstance(error, Exception)
+        raise
+    finally:
+        if runner.guard.closed is None:
+            fault = None if ends_process else made.lost_changes(runner)
+            if releases:
+                runner.cut_model.release()
+    if fault is not None:
+        with runner.guard.during("at the end of gathered"), runner.agreed_errors():
+            raise fault
+
+
+def make_whole(pipe: Pipeline, model: nn.Module, *, wanted: bool = True) -> None:
+    """Gives `model` the trained weights of all stages, until an optimizer steps. All ranks call it, some with `wanted=False`."""
+    gather(pipe._steps, model, wanted=wanted)
+    if wanted:
+        pipe._steps.cut_model.was_gathered()
+
+
+class _Held(NamedTuple):
+    """A tensor that a rank trains: the last of its stages that has it, and its local shape and dtype."""
+
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Gathering:
+    """The tensors of a model that were gathered: `tensors` by name, `holders` with the ranks that train each."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], holders: Mapping[str, Sequence[int]]) -> None:
+        self._holders = holders
+        self._tensors = {name: tensor for name, tensor in tensors.items() if holders[name]}
+        self._before = self._versions()
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Returns what changes with the values of each tensor on this rank."""
+        return {name: (tensor._version, local_part(tensor).data_ptr()) for name, tensor in self._tensors.items() if not is_released(tensor)}
+
+    def lost_changes(self, runner: StepRunner) -> InputError | None:
+        """Gives changed buffers to the stages, and returns the fault, the same on all ranks, if a change is lost: a rank has made it, and
+        a rank that trains the tensor has not."""
+        changed = [name for name, version in self._versions().items() if version != self._before[name]]
+        for tensor in (self._tensors[name] for name in changed if not isinstance(self._tensors[name], nn.Parameter)):
+            for copy in runner.cut_model.copies_of(tensor):
+                copy.copy_(tensor)
+        of_ranks = [set(names) for names in runner.gather(changed, "comparing changes of gathered weights")]
+        for rank, names in enumerate(of_ranks):
+            for name in sorted(names):
+                if missing := [holder for holder in self._holders[name] if name not in of_ranks[holder]]:
+                    return InputError(
+                        "rank {rank} has changed {name!r} inside zb.gathered, and rank {holder}, which trains it, has not",
+                        rank=runner.peers.members[rank],
+                        name=name,
+                        holder=runner.peers.members[missing[0]],
+                        remedy="make the change on all ranks, inside zb.gathered(model) without rank=",
+                    )
+        return None
+
+
+@changing_weights()
+@torch.inference_mode(mode=False)
+@torch.no_grad()
+def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
+    """Copies the values of the ranks that train them into the tensors of `model`, where `wanted`. All ranks call it."""
+    with runner.guard.during("in gathered"):
+        runner.settle()
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        names = _names_in_stages(runner, tensors)
+        held = _held_by(runner, tensors, names)
+        mine = {name: _Held(stage, tuple(local_part(tensor).shape), tensor.dtype) for name, (stage, tensor) in held.items()}
+        from_all = runner.gather(({name: (names[name], tuple(tensor.shape)) for name, tensor in tensors.items()}, mine, wanted), _DOING)
+        forms, of_ranks, wants = zip(*from_all, strict=True)
+        with runner.agreed_errors():
+            _refuse_different(forms, runner.peers.members)
+            _refuse_other_shapes(tensors, of_ranks, runner.peers.members)
+        receivers = [rank for rank, is_wanted in enumerate(wants) if is_wanted]
+        plan = {name: _Exchange.of(name, of_ranks, receivers) for name in tensors}
+        _open(runner, plan.values())
+        for name, tensor in tensors.items():
+            _exchange(runner, tensor, held.get(name), plan[name], wanted=wanted)
+    return Gathering(tensors, {name: exchange.holders for name, exchange in plan.items()})
+
+
+def _held_by(runner: StepRunner, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, StageTensor]:
+    """Returns the stage tensors of this rank whose values belong into `tensors`, by the names of these."""
+    own = runner.cut_model.of_stages()
+    of_ids = {id(of_stage.tensor): of_stage for of_stage in own.values()}
+    found = {name: of_ids.get(id(tensor)) or own.get(names[name]) for name, tensor in tensors.items()}
+    return {name: of_stage for name, of_stage in found.items() if of_stage is not None}
+
+
+def _names_in_stages(runner: StepRunner, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the name in stages of each tensor; empty if it is not of the model that was cut. Another model has the names of stages."""
+    known = {id(tensor): name for name, tensor in reversed(list(runner.cut_model.tensors()))}
+    is_cut = any(id(tensor) in known for tensor in tensors.values())
+    return {name: known.get(id(tensor), "") if is_cut else name for name, tensor in tensors.items()}
+
+
+def _refuse_different(forms: Sequence[Mapping[str, tuple[str, tuple[int, ...]]]], ranks: Sequence[int]) -> None:
+    for rank, theirs in zip(ranks, forms, strict=True):
+        if theirs != forms[0]:
+            name = next(iter(dict(theirs.items() ^ forms[0].items())))
+            raise InputError(
+                "zb.gathered got different models on ranks {first} and {rank}: they differ in {name!r}",
+                first=ranks[0],
+                rank=rank,
+                name=name,
+                remedy="give the same model, or the same part of it, on all ranks",
+            )
+
+
+def _refuse_other_shapes(tensors: Mapping[str, Tensor], of_ranks: Sequence[Mapping[str, _Held]], ranks: Sequence[int]) -> None:
+    if not any(of_ranks):
+        raise InputError("no rank of the pipeline trains a parameter of this model", remedy="give the model that zb.split has cut")
+    for rank, theirs in zip(ranks, of_ranks, strict=True):
+        for name, held in theirs.items():
+            shape = tuple(local_shape(tensors[name]))
+            if held.shape != shape:
+                raise InputError(
+                    "{name!r} has the shape {expected} in the model and {got} on rank {rank} of the pipeline",
+                    name=name,
+                    got=held.shape,
+                    expected=shape,
+                    rank=rank,
+                    remedy="for stages that fully_shard divides, call zb.save, then zb.io.export_weights",
+                )
+
+
+class _Exchange(NamedTuple):
+    """The ranks that train a tensor, the last stage first, the ranks without it that get it, and its form."""
+
+    holders: Sequence[int]
+    receivers: Sequence[int]
+    form: _Held | None
+
+    @classmethod
+    def of(cls, name: str, of_ranks: Sequence[Mapping[str, _Held]], wanting: Sequence[int]) -> _Exchange:
+        """Returns the exchange of the tensor `name`, which the ranks `wanting` are to have."""
+        holders = sorted((rank for rank, theirs in enumerate(of_ranks) if name in theirs), key=lambda rank: -of_ranks[rank][name].stage)
+        if not holders:
+            return cls((), (), None)
+        return cls(holders, [rank for rank in wanting if rank not in holders], of_ranks[holders[0]][name])
+
+
+def _open(runner: StepRunner, exchanges: Iterable[_Exchange]) -> None:
+    """Connects the channels that these exchanges use for the first time, the same on all ranks."""
+    used = {Channel(exchange.holders[0], rank, ValueKind.WEIGHT_WORK) for exchange in exchanges for rank in exchange.receivers}
+    opened = runner.cut_model.opened
+    runner.peers.open_channels(sorted(used - opened))
+    opened |= used
+
+
+def _exchange(runner: StepRunner, tensor: Tensor, held: StageTensor | None, exchange: _Exchange, *, wanted: bool) -> None:
+    value = None if held is None else local_part(held.tensor)
+    if exchange.receivers and runner.rank in (exchange.holders[0], *exchange.receivers):
+        assert exchange.form is not None
+        if value is None:
+            value = torch.empty(exchange.form.shape, dtype=exchange.form.dtype, device=runner.device)
+        runner.peers.replicate(value, exchange.holders[0], _DOING, [exchange.holders[0], *exchange.receivers])
+    if value is None or not wanted:
+        return
+    if is_released(tensor):
+        refill(tensor, value.to(tensor.device))
+    elif held is None or held.tensor is not tensor:
+        local_part(tensor).copy_(value)

@@ -1,0 +1,178 @@
+"""The model from which the stages of a rank were cut: whole on every rank at first, while each rank trains only its own stages.
+
+Once an optimizer has stepped, the other ranks' parameters in this model have old values. They are then released (see
+`runtime.values.released`), which also frees their memory, until `zb.gathered` brings the trained values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zerobubble.errors import InputError
+from zerobubble.program import Channel
+from zerobubble.runtime.split.stage_with_loss import NAME as LOSS
+from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
+from zerobubble.runtime.values.memory import local_part
+from zerobubble.runtime.values.released import is_released, release
+from zerobubble.units import named
+
+_SAMPLED = 32
+"""The largest number of parameters, and of values of each, that are compared to find a change."""
+_CUT_FROM: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], ...]] = weakref.WeakKeyDictionary()
+"""For each stage, the modules that together have all tensors of the model, under the names that these have in stages."""
+
+
+def note_model(stage: nn.Module, models: Sequence[nn.Module]) -> None:
+    """Records the `models` from which `stage` was cut: together they have all tensors, under the names that these have in stages."""
+    _CUT_FROM[stage] = tuple(map(weakref.ref, models))
+
+
+class StageTensor(NamedTuple):
+    """A parameter or buffer of a stage."""
+
+    stage: int
+    tensor: Tensor
+
+
+class CutModel:
+    """The model of which this rank, number `rank` of a pipeline, trains the stages `modules`.
+
+    It includes `loss_fn` if that is a module, and has no other tensors if the stages were not cut from a model.
+
+    Attributes:
+        remedy: How a training framework saves the model, for errors.
+        opened: The channels through which weights were gathered before.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], rank: int, loss_fn: object = None) -> None:
+        self.remedy = ""
+        self.opened: set[Channel] = set()
+        self._modules = modules
+        self._rank = rank
+        self._loss = loss_module(loss_fn)
+        self._references = {ref for module in modules.values() for ref in _CUT_FROM.get(stage_alone(module), ())}
+        self._is_released = False
+        self._watched: tuple[Sequence[Tensor], list[Tensor]] | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The modules from which the stages were cut."""
+        return [model for reference in self._references if (model := reference()) is not None]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters and buffers of the whole model, under all of their names."""
+        for model in self.models:
+            yield from named_tensors(model)
+        if self._loss is not None:
+            yield from named_tensors(self._loss, f"{LOSS}.")
+
+    def of_stages(self) -> dict[str, StageTensor]:
+        """Returns the parameters and buffers of this rank's stages by name. Of two stages with one name, the later one counts."""
+        stages = sorted(self._modules.items())
+        return {name: StageTensor(stage, tensor) for stage, module in stages for name, tensor in named_tensors(module)}
+
+    def copies_of(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the buffers of this rank's stages that have the name of a buffer of the model, and are other objects."""
+        names = {name for name, own in self.tensors() if own is tensor}
+        of_stages = (item for module in self._modules.values() for item in module.named_buffers(remove_duplicate=False))
+        return [buffer for name, buffer in of_stages if name in names and buffer is not tensor]
+
+    def release(self) -> None:
+        """Releases the tensors that only other ranks train, and their gradients."""
+        if self._is_released:
+            return
+        self._is_released = True
+        own = self.of_stages()
+        ids = {id(of_stage.tensor) for of_stage in own.values()}
+        of_loss = set() if self._loss is None else {id(tensor) for _, tensor in named_tensors(self._loss) if not tensor.requires_grad}
+        for name, tensor in self.tensors():
+            is_buffer = not isinstance(tensor, nn.Parameter)
+            is_kept = id(tensor) in ids or id(tensor) in of_loss or (is_buffer and name in own) or is_released(tensor)
+            if not is_kept:
+                tensor.grad = None
+                release(tensor, partial(self._error, name))
+        parts = [part for model in self.models for part in model.modules()]
+        self._hooks += [part.register_load_state_dict_pre_hook(_refuse_released) for part in parts]  # type: ignore[no-untyped-call]
+        for model in self.models:
+            model.__dict__["_apply"] = partial(_refuse_or_apply, model)
+
+    def release_before(self, stepped: Iterable[Tensor]) -> None:
+        """Releases the tensors if an optimizer is about to step parameters of the model, on this rank or on another."""
+        if self.is_whole and not {id(tensor) for _, tensor in self.tensors()}.isdisjoint(map(id, stepped)):
+            self.release()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is a model, and nothing of it is released."""
+        return bool(self._references or self._loss is not None) and not self._is_released
+
+    def watch(self, trained: Sequence[Tensor]) -> None:
+        """Remembers some values of parameters after a training step, of those `trained` on this rank."""
+        self._watched = trained, _sampled(trained)
+
+    def release_if_changed(self) -> None:
+        """Releases the tensors if parameters have changed since `watch`, without an optimizer of torch.
+
+        A rank that trains nothing has no optimizer, and releases them at once.
+        """
+        if self._watched is not None and self.is_whole:
+            trained, before = self._watched
+            if not trained or any(not torch.equal(ours, theirs) for ours, theirs in zip(_sampled(trained), before, strict=True)):
+                self.release()
+
+    def was_gathered(self) -> bool:
+        """Notes that the model has trained values until `release` is called again. Returns whether it was released."""
+        was_released, self._is_released = self._is_released, False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for model in self.models:
+            model.__dict__.pop("_apply", None)
+        return was_released
+
+    def _error(self, name: str) -> InputError:
+        return InputError(
+            "rank {rank} does not have the trained values of {name!r}: it trains {stages}, and {name!r} is of another rank's stage",
+            rank=self._rank,
+            name=name,
+            stages=named("stage", sorted(self._modules)),
+            remedy=f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed",
+        )
+
+
+def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers of `module`, under all of their names with a `prefix`."""
+    for name, tensor in chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        yield f"{prefix}{name}", tensor
+
+
+def _sampled(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies of the first values of some parameters, spread evenly over all of them."""
+    some = parameters[:: len(parameters) // _SAMPLED + 1]
+    return [local_part(parameter).detach().reshape(-1)[:_SAMPLED].clone() for parameter in some]
+
+
+def _refuse_released(module: nn.Module, *_: Any) -> None:
+    """Raises `InputError` if a tensor of `module` is released.
+
+    `load_state_dict` itself would hide this error among its own, or with `assign=True` replace the tensor.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_released(tensor):
+            tensor.detach()
+
+
+def _refuse_or_apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Refuses `to` and the like before they change the tensors of this rank."""
+    _refuse_released(module)
+    applied: nn.Module = type(module)._apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    return applied

@@ -1,0 +1,167 @@
+"""Releases tensors in place: their memory is freed, and every use of their values raises `InputError` until they are refilled.
+
+A released tensor stays the same object, with its name, shape, dtype, device and `requires_grad`, so optimizers and modules that hold it
+keep it. Its class becomes a subclass whose `__torch_function__` refuses everything but metadata. The few functions of torch that bypass
+`__torch_function__`, such as `torch.tensor(parameter)`, read NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from zerobubble.errors import InputError
+
+Explain = Callable[[], InputError]
+"""Returns the error that a use of a released tensor raises."""
+
+
+class _Release(NamedTuple):
+    """How a tensor was released: the error of its uses, its class before, and its strides."""
+
+    explain: Explain
+    kind: type
+    stride: tuple[int, ...]
+
+
+_RELEASED = "_released"
+"""The attribute of a released tensor that holds its `_Release`."""
+
+
+def release(tensor: Tensor, explain: Explain) -> None:
+    """Frees the memory of `tensor`, and makes every use of its values raise `explain()`.
+
+    Memory of subclasses other than DTensor, such as quantized tensors, is not freed.
+    """
+    before = _Release(explain, type(tensor), tuple(tensor.stride()))
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = _empty_like(tensor._local_tensor)
+    elif not hasattr(tensor, "__tensor_flatten__"):
+        tensor.data = _empty_like(tensor)
+    tensor.__dict__[_RELEASED] = before
+    tensor.__class__ = _released_kind(before.kind)
+
+
+def refill(tensor: Tensor, value: Tensor) -> None:
+    """Makes a released `tensor` usable again, with the memory of `value`; for a DTensor, this is its local part."""
+    tensor.__class__ = tensor.__dict__.pop(_RELEASED).kind
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = value
+    else:
+        tensor.data = value
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Returns whether the tensor is released."""
+    return _RELEASED in tensor.__dict__
+
+
+def local_shape(tensor: Tensor) -> torch.Size:
+    """Returns the shape of the memory of `tensor`, which may be released: for a DTensor, of its local part."""
+    return tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    number = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+_ATTRIBUTES = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "retains_grad",
+        "names",
+        "is_cpu",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+        "_backward_hooks",
+    ]
+)
+_METHODS = frozenset(
+    [
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "__len__",
+        "__dir__",
+        "__hash__",
+        "requires_grad_",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+    ]
+)
+_FUNCTIONS = frozenset(
+    ["numel", "is_floating_point", "is_complex", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"]
+)
+_set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009 - stubs of torch have no descriptors
+_set_requires_grad: Any = getattr(Tensor.requires_grad, "__set__")  # noqa: B009
+
+
+@cache
+def _harmless() -> frozenset[Any]:
+    """Returns the functions that read no values."""
+    getters = [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
+    methods = [getattr(Tensor, name) for name in _METHODS]
+    return frozenset((*getters, _set_requires_grad, *methods, *(getattr(torch, name) for name in _FUNCTIONS)))
+
+
+def _refuse_values(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Runs `func` if it reads no values. Raises the error of the first released tensor otherwise."""
+    clears_gradient = func == _set_gradient and args[1] is None
+    names_type = func is Tensor.type and len(args) == 1 and not kwargs
+    if func is Tensor.stride:
+        strides = args[0].__dict__[_RELEASED].stride
+        return strides[args[1]] if len(args) > 1 else strides
+    if clears_gradient or names_type or func in _harmless():
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    raise _first_released((args, kwargs)).explain()
+
+
+def _first_released(value: Any) -> _Release:
+    leaves = tree_leaves(value)
+    found: _Release = next(leaf.__dict__[_RELEASED] for leaf in leaves if isinstance(leaf, Tensor) and is_released(leaf))
+    return found
+
+
+def _refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    raise tensor.__dict__[_RELEASED].explain()
+
+
+def _repr(tensor: Tensor, *, tensor_contents: Any = None) -> str:
+    return f"<released {tensor.__dict__[_RELEASED].kind.__name__}: {list(tensor.shape)} of {tensor.dtype} on {tensor.device}>"
+
+
+@cache
+def _released_kind(kind: type) -> type:
+    """Returns the class of released tensors of this class."""
+    bypassing = ("as_subclass", "__reduce_ex__", "__deepcopy__", "to_local", "full_tensor", "redistribute")
+    refused = {name: _refuse for name in bypassing if hasattr(kind, name)}
+    return type(f"Released{kind.__name__}", (kind,), {**refused, "__torch_function__": classmethod(_refuse_values), "__repr__": _repr})

@@ -1,0 +1,405 @@
+"""Weights of other ranks' stages are never stale: a use of them raises, and `zb.gathered` brings the trained values.
+
+Before the first step of an optimizer, the model given to `zb.split` is whole. From then on, each rank has only what it trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+import zerobubble as zb
+from tests.device import cpu_only
+from tests.procs.ranks import Ranks
+from tests.refusals import raises
+from zerobubble.runtime.values.released import is_released, refill, release
+
+pytestmark = cpu_only("compares with one device")
+WIDTH, MICROBATCHES = 6, 4
+TOLERANCE = 1e-9
+
+
+class Loss(nn.Module):
+    """A loss with a trained parameter and constant buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.register_buffer("weights", torch.linspace(1, 2, WIDTH, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return ((output * self.scale - target).square() * self.weights).mean()
+
+
+class Net(nn.Module):
+    """Blocks with buffers that change, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.first.weight
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=generator).unbind()
+
+
+class OneDevice:
+    """The same training on one device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.loss_fn = copy.deepcopy(model), Loss()
+        self._optimizer = torch.optim.SGD([*self.model.parameters(), *self.loss_fn.parameters()], lr=0.1, momentum=0.9)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            (self.loss_fn(self.model(part), target) / MICROBATCHES).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def error_of(model: nn.Module, expected: nn.Module) -> float:
+    pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
+def memory_of(model: nn.Module) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+def refused(model: nn.Module, rank: int, uses: Mapping[str, Callable[[], object]]) -> list[str]:
+    """The uses that do not raise the error of this rank."""
+    names = dict(model.named_parameters()) | dict(model.named_buffers())
+    errors = {name: _error_of(use) for name, use in uses.items()}
+    return [name for name, error in errors.items() if error is None or error.fields["rank"] != rank or error.fields["name"] not in names]
+
+
+def _error_of(use: Callable[[], object]) -> zb.InputError | None:
+    try:
+        use()
+    except zb.InputError as error:
+        return error
+    return None
+
+
+def uses_of(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """The ways to use the values of a model and of one of its released parameters."""
+    tensor: Any = next(parameter for parameter in model.parameters() if is_released(parameter))
+    buffer: Any = next(buffer for buffer in model.buffers() if is_released(buffer))
+    return {
+        "forward": lambda: model.eval()(batch(0)[0]),
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict(whole),
+        "load_state_dict by assignment": lambda: model.load_state_dict(whole, assign=True),
+        "load_state_dict of some": lambda: model.load_state_dict({}, strict=False),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "pickle": lambda: pickle.dumps(model),
+        "torch.save": lambda: torch.save(dict(model.named_parameters()), io.BytesIO()),
+        "to": lambda: model.to(torch.float32),
+        "numpy": lambda: tensor.detach().numpy(),
+        "tolist": lambda: tensor.tolist(),
+        "an item": lambda: tensor[0],
+        "data": lambda: tensor.data,
+        "assigned data": lambda: setattr(tensor, "data", torch.zeros(tensor.shape)),
+        "assigned gradient": lambda: setattr(tensor, "grad", torch.zeros(tensor.shape)),
+        "in place": lambda: tensor.add_(1),
+        "of a list": lambda: torch._foreach_add(list(model.parameters()), 1),
+        "operator": lambda: torch.ops.aten.add.Tensor(tensor, 1),
+        "norm": lambda: torch.nn.utils.get_total_norm(list(model.parameters())),
+        "a vector": lambda: torch.nn.utils.parameters_to_vector(model.parameters()),
+        "initialization": lambda: nn.init.zeros_(tensor),
+        "a plain tensor": lambda: tensor.as_subclass(Tensor),
+        "memory": lambda: tensor.untyped_storage(),
+        "a gradient": lambda: torch.autograd.grad(torch.ones((), requires_grad=True), tensor, allow_unused=True),
+        "an average": lambda: torch.optim.swa_utils.AveragedModel(net()).update_parameters(model),
+        "buffer": lambda: buffer + 1,
+    }
+
+
+def refuses(group: Any) -> None:
+    model, (x, y) = net(), batch(0)
+    pipe = zb.Pipeline(zb.split(model, example=x), "1f1b", MICROBATCHES, Loss(), group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    whole, size = copy.deepcopy(model).state_dict(), memory_of(model)
+    pipe.step(x, y)
+    pipe.eval_step(x, y)
+    copy.deepcopy(model).load_state_dict(model.state_dict())  # nothing is stale before the step of an optimizer
+    model.eval()(x)
+    optimizer.step()
+    assert refused(model, group.rank(), uses_of(model, whole)) == []
+    released = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_released(tensor)]
+    freed = sum(tensor.nbytes - tensor.element_size() for tensor in released)
+    assert memory_of(model) == size - freed
+    assert freed > size / 4
+    for tensor in released:
+        assert (tensor.shape, tensor.dtype, tensor.device.type, tensor.grad) == (tensor.size(), tensor.dtype, "cpu", None)
+        assert "released" in repr(tensor)
+        assert torch.zeros_like(tensor).shape == tensor.shape
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(parameter.numel() for parameter in net().parameters())
+    assert all(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in model.parameters())
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch.optim.Adagrad(model.parameters()).step()  # an optimizer of all parameters steps those of this rank
+    model.requires_grad_(True).train().zero_grad()
+    assert dict.fromkeys(model.parameters(), 1)
+    pipe.close()
+    with raises(zb.InputError, remedy="enter zb.gathered(model) before the pipeline closes, or load a checkpoint"):
+        zb.gathered(model)
+
+
+def test_every_use_of_other_ranks_weights_is_refused_and_their_memory_is_free(world: Ranks) -> None:
+    world.run(refuses, ranks=2)
+
+
+def gathers(group: Any, schedule: str) -> None:
+    model, loss_fn, rank = net(), Loss(), group.rank()
+    reference = OneDevice(model)
+    pipe = zb.Pipeline(zb.split(model, example=batch(0)[0]), schedule, MICROBATCHES, loss_fn, group=group)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], lr=0.1, momentum=0.9)
+
+    def train(seed: int) -> None:
+        pipe.step(*batch(seed))
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(*batch(seed))
+
+    for seed in range(3):
+        train(seed)
+    with zb.gathered(model):
+        assert error_of(model, reference.model) < TOLERANCE
+        expected = reference.model.eval()(batch(9)[0])
+        assert torch.allclose(copy.deepcopy(model).eval()(batch(9)[0]), expected, rtol=0, atol=TOLERANCE)
+        model.eval()(batch(9)[0])
+        model.train(), reference.model.train()
+    with raises(zb.InputError, rank=rank):
+        model.state_dict()
+    with zb.gathered(loss_fn):
+        assert error_of(loss_fn, reference.loss_fn) < TOLERANCE
+    with zb.gathered(model, rank=1):
+        assert any(map(is_released, model.parameters())) is (rank == 0)
+        assert rank == 0 or error_of(model, reference.model) < TOLERANCE
+    train(3)
+    with zb.gathered(model.blocks):
+        assert error_of(model.blocks, reference.model.blocks) < TOLERANCE
+        train(4)  # releases them
+        assert any(map(is_released, model.blocks.parameters()))
+    other = net()
+    with zb.gathered(other, pipe):
+        assert error_of(other, reference.model) < TOLERANCE
+    with zb.gathered(model):
+        pipe.close()
+    train_alone = torch.optim.SGD(model.parameters(), lr=0.0)
+    assert error_of(model, reference.model) < TOLERANCE
+    Loss()(model(batch(0)[0]), batch(0)[1]).backward()
+    train_alone.step()
+    model.state_dict()
+    with zb.gathered(model):
+        model.state_dict()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", pytest.param("dualpipe-v", marks=pytest.mark.long)])
+def test_gathered_weights_are_those_of_one_device(world: Ranks, schedule: str) -> None:
+    world.run(gathers, schedule, ranks=2)
+
+
+def is_wrong(group: Any) -> None:
+    model, rank = net(), group.rank()
+    pipe = zb.Pipeline(zb.split(model, example=batch(0)[0]), "1f1b", MICROBATCHES, Loss(), group=group)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+    pipe.step(*batch(0))
+    optimizer.step()
+    with raises(zb.InputError, argument="rank", got=2, expected=2):
+        zb.gathered(model, rank=2)
+    with raises(zb.InputError, got="Linear"):
+        zb.gathered(nn.Linear(2, 2))
+    with raises(zb.InputError, remedy="give the model that zb.split has cut"), zb.gathered(nn.Linear(2, 2), pipe):
+        pass
+    with raises(zb.InputError, rank=1), zb.gathered(model.blocks[rank]):
+        pass
+    with raises(zb.InputError, rank=0, holder=1, name="blocks.3.0.weight"), zb.gathered(model), torch.no_grad():
+        if rank == 0:
+            model.blocks[3][0].weight.mul_(2)
+    with zb.gathered(model), torch.no_grad():  # by all ranks
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with zb.gathered(model):
+        ours = model.blocks[1][0].weight.detach().clone()
+    if rank == 0:
+        with pytest.raises(OSError, match="full"), zb.gathered(model, rank=0):
+            raise OSError("the disk is full")
+    else:
+        with zb.gathered(model, rank=0):
+            pass
+    pipe.step(*batch(1))
+    with zb.gathered(model):
+        assert torch.equal(model.blocks[1][0].weight, ours)
+    pipe.close()
+
+
+def test_wrong_uses_of_gathered_are_refused_on_all_ranks_and_leave_the_pipeline_open(world: Ranks) -> None:
+    world.run(is_wrong, ranks=2)
+
+
+def by_hand(group: Any, way: str) -> None:
+    """Parameters that are changed without an optimizer of torch, or by one that a rank does not have."""
+    model = net()
+    if way == "frozen":
+        for parameter in [*model.first.parameters(), *model.blocks[:3].parameters(), *model.head.parameters()]:
+            parameter.requires_grad_(False)
+    pipe = zb.Pipeline(zb.split(model, example=batch(0)[0]), "1f1b", MICROBATCHES, nn.functional.mse_loss, group=group)
+    trained = [parameter for parameter in pipe.parameters() if parameter.requires_grad and parameter.numel()]
+    if way == "loaded":
+        pipe.step(*batch(0))
+    for step in range(2 * (way != "loaded")):
+        pipe.step(*batch(step))
+        for parameter in trained:
+            parameter.data -= 0.1 * parameter.grad
+    assert any(map(is_released, model.parameters())) is (way != "loaded")
+    pipe.close()
+
+
+@pytest.mark.parametrize("way", ["trained", "frozen", "loaded"])
+def test_weights_that_change_without_an_optimizer_are_released_in_the_next_step(world: Ranks, way: str) -> None:
+    world.run(by_hand, way, ranks=2)
+
+
+def again(group: Any) -> None:
+    """A second pipeline of the same model has other stages on the ranks."""
+    model, rank = net(), group.rank()
+    for place, schedule in enumerate(["1f1b", "1f1b", "zb-v"]):
+        pipe = zb.Pipeline(zb.split(model, example=batch(0)[0]), schedule, MICROBATCHES, Loss(), group=group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        pipe.step(*batch(0))
+        optimizer.step()
+        if place != 1:
+            pipe.close()
+        else:
+            with raises(zb.InputError, f"rank {rank}"):
+                zb.Pipeline(zb.split(model, example=batch(0)[0]), "zb-v", MICROBATCHES, Loss(), group=group)
+            with zb.gathered(model):
+                pipe.close()
+
+
+def test_a_second_pipeline_of_a_model_has_trained_weights_or_is_refused(world: Ranks) -> None:
+    world.run(again, ranks=2)
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+
+
+def trained_alone(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def of_replicas(group: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    model, x = linear(), batch(0)[0]
+    pipe = zb.Pipeline(zb.split(model, example=x), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(2):
+        x, y = (part.chunk(2)[mesh.get_local_rank("dp")] for part in batch(seed))
+        optimizer.zero_grad()
+        pipe.step(x, y)
+        optimizer.step()
+    with zb.gathered(model), pipe:
+        pass
+    assert error_of(model, trained_alone(linear(), [batch(0), batch(1)])) < TOLERANCE
+
+
+def test_each_replica_gathers_its_own_weights(world: Ranks) -> None:
+    world.run(of_replicas, ranks=4)
+
+
+def of_a_torch_pipe(group: Any) -> None:
+    """PyTorch's tracer keeps the parameters of the model that it traces."""
+    model, (x, y) = linear(), batch(0)
+    traced = pipeline(model, (x.chunk(MICROBATCHES)[0],), split_spec={"2": SplitPoint.BEGINNING})
+    pipe = zb.Pipeline(zb.split(traced), "1f1b", MICROBATCHES, nn.functional.mse_loss, group=group)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    pipe.step(x, y)
+    optimizer.step()
+    with raises(zb.InputError, rank=group.rank()):
+        model.state_dict()
+    with zb.gathered(model):
+        assert error_of(model, trained_alone(linear(), [(x, y)])) < TOLERANCE
+    pipe.close()
+
+
+@pytest.mark.long
+def test_a_model_that_torch_has_traced_is_gathered(world: Ranks) -> None:
+    world.run(of_a_torch_pipe, ranks=2)
+
+
+def of_a_checkpoint(group: Any, folder: str) -> None:
+    """What is loaded into the pipeline is not in the other ranks' part of the model."""
+    for is_saved in (False, True):
+        model, (x, y) = linear(), batch(0)
+        pipe = zb.Pipeline(zb.split(model, example=x), "1f1b", MICROBATCHES, nn.functional.mse_loss, group=group)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        if is_saved:
+            zb.load(folder, pipe, optimizer)
+            with raises(zb.InputError, rank=group.rank()):
+                model(x)
+            with zb.gathered(model):
+                assert error_of(model, trained_alone(linear(), [(x, y)])) < TOLERANCE
+        else:
+            pipe.step(x, y)
+            optimizer.step()
+            zb.save(folder, pipe, optimizer)
+        pipe.close()
+
+
+def test_a_loaded_checkpoint_is_not_mixed_with_other_weights(world: Ranks, tmp_path: Path) -> None:
+    world.run(of_a_checkpoint, str(tmp_path / "checkpoint"), ranks=2)
+
+
+def test_a_released_parameter_is_the_same_object_when_it_is_refilled() -> None:
+    layer = nn.Linear(3, 2)
+    weight, optimizer = layer.weight, torch.optim.SGD(layer.parameters(), lr=0.1)
+    release(weight, lambda: zb.InputError("released"))
+    assert (weight.stride(), weight.stride(0), weight.device.type) == ((3, 1), 3, "cpu")
+    with pytest.raises(zb.InputError):
+        layer(torch.ones(1, 3))
+    assert Tensor(weight).isnan().all()  # one of the few functions that bypass the class
+    refill(weight, torch.ones(2, 3))
+    assert layer.weight is weight
+    assert type(weight) is nn.Parameter
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight, torch.full((2, 3), 0.9))
+    assert torch.equal(pickle.loads(pickle.dumps(layer)).weight, weight)
