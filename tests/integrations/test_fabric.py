@@ -51,9 +51,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.feature("losses of one device", "clipping", "clipping by value", "checkpoints and resuming", "resuming on other ranks")
+@pytest.mark.feature("weights in callbacks and after training")
 def test_two_ranks_train_as_one_device_and_three_go_on(reference: Path, tmp_path: Path) -> None:
     two = train(tmp_path / "two", ranks=2)
     assert_same(two, reference)
+    torch.testing.assert_close(torch.load(two / "step9.pt"), torch.load(reference / "step9.pt"), rtol=1e-6, atol=1e-6)
     for ranks in (3, 0):  # with 0, on one device without zerobubble
         assert_same(train(tmp_path / str(ranks), "--resume", str(two / "step9.ckpt"), ranks=ranks), reference, first=9)
 

@@ -83,6 +83,17 @@ def test_two_ranks_train_as_one_device(case: str, pipelined: Path, reference: Pa
     assert len(log(pipelined, case)["rows"]) >= STEPS
 
 
+@pytest.mark.feature("weights in callbacks and after training")
+@pytest.mark.parametrize("case", CASES)
+def test_weights_in_callbacks_and_checkpoints_are_those_of_one_device(case: str, pipelined: Path, reference: Path) -> None:
+    if case != "bf16":
+        for name in ("step12.pt", "end.pt", "step12.ckpt"):
+            (ours, theirs) = (torch.load(folder / case / name, weights_only=False) for folder in (pipelined, reference))
+            ours, theirs = ours.get("state_dict", ours), theirs.get("state_dict", theirs)
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-5 if case in ("evaluation", "outside") else 1e-6)
+    assert (log(pipelined, case)["refused"], log(reference, case)["refused"]) == (True, False)
+
+
 @pytest.mark.feature("replicas")
 def test_two_replicas_of_two_ranks_train_as_one_device(reference: Path, tmp_path: Path) -> None:
     train(tmp_path, "--replicas", "2", "--cases", "accumulation", "manual", ranks=4)

@@ -70,7 +70,10 @@ def weights(folder: Path, case: str) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(folder: Path, reference: Path, case: str) -> None:
-    found, expected = weights(folder, case), weights(reference, case)
+    assert_equal(weights(folder, case), weights(reference, case), case)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str) -> None:
     assert found.keys() == expected.keys()
     tolerance = {"float32": 1e-6, "bf16": 1e-5}.get(
         case, 2e-5
@@ -84,6 +87,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The folder that Trainer on one device leaves."""
     folder = tmp_path_factory.mktemp("trainer")
     cases = cases_played(request, "test_two_ranks_train_as_trainer_on_one_device")
+    cases |= cases_played(request, "test_weights_in_callbacks_and_after_training_are_those_of_one_device")
     run_program(PROGRAM, folder, "--cases", *sorted(cases | {"float32", "accumulation", "saved"}))
     return folder
 
@@ -93,6 +97,7 @@ def pipelined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The folder that a pipeline of two ranks leaves."""
     folder = tmp_path_factory.mktemp("pipeline")
     cases = cases_played(request, "test_two_ranks_train_as_trainer_on_one_device")
+    cases |= cases_played(request, "test_weights_in_callbacks_and_after_training_are_those_of_one_device")
     run_program(PROGRAM, folder, "--cases", *sorted(cases | {"saved"}), ranks=2)
     return folder
 
@@ -106,6 +111,17 @@ def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, re
     assert_same_log(pipelined, reference, case)
     assert log(pipelined, case)["best"] == log(reference, case)["best"]
     assert_same_weights(pipelined, reference, case)
+
+
+@pytest.mark.feature("weights in callbacks and after training")
+@pytest.mark.parametrize("case", long_if(LONG, CASES))
+def test_weights_in_callbacks_and_after_training_are_those_of_one_device(case: str, pipelined: Path, reference: Path) -> None:
+    for name in ("step12.pt", "end.pt", "after.pt"):
+        assert_equal(torch.load(pipelined / case / name), torch.load(reference / case / name), case)
+    (ours, theirs) = (next((place / case / "by the model").glob("*.safetensors")) for place in (pipelined, reference))
+    assert_equal(load_file(ours), load_file(theirs), case)
+    assert log(pipelined, case)["tokens"] == log(reference, case)["tokens"]
+    assert (log(pipelined, case)["refused"], log(reference, case)["refused"]) == (["generate", "state"], [])
 
 
 @pytest.mark.feature("replicas")

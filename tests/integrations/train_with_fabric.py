@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import zerobubble as zb
 from tests.integrations.train_with_lightning import CLASSES, SAMPLES, STEPS, WIDTH, network
+from tests.refusals import raises
 
 BATCH = 8
 
@@ -66,6 +69,7 @@ def train(folder: Path, replicas: int, resume: str | None, fault: str | None, pr
         rows.append({"loss": loss.item(), "norm": float(norm)})
         if state["step"] == 9:
             fabric.save(folder / "step9.ckpt", state)
+            use_weights(model, folder, fabric)
     model.eval()
     with torch.no_grad():
         answers = model(data.tensors[0][:BATCH])
@@ -77,6 +81,16 @@ def train(folder: Path, replicas: int, resume: str | None, fault: str | None, pr
         (folder / "log.json").write_text(json.dumps(found))
     if ranks:
         fabric.strategy.teardown()
+
+
+def use_weights(model: nn.Module, folder: Path, fabric: lightning.Fabric) -> None:
+    """Writes the weights of all stages from the first rank."""
+    with zb.gathered(model, rank=0) if "WORLD_SIZE" in os.environ else nullcontext():
+        if fabric.is_global_zero:
+            torch.save(model.state_dict(), folder / "step9.pt")
+    if "WORLD_SIZE" in os.environ:
+        with raises(zb.InputError, rank=fabric.strategy.pipeline.rank):
+            model.state_dict()
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import Metric
+
+import zerobubble as zb
 
 STEPS, BATCH, WIDTH, CLASSES, SAMPLES = 30, 8, 16, 5, 72
 
@@ -217,6 +221,30 @@ CASES = {
 }
 
 
+class WeightsInUse(Callback):
+    """Uses the weights of the module in the middle of training, and at its end on the first rank alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.is_refused = False
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != 12 or trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        try:
+            module.state_dict()
+        except zb.InputError:
+            self.is_refused = True
+        with zb.gathered(module, rank=0) if "WORLD_SIZE" in os.environ else nullcontext():
+            if trainer.is_global_zero:
+                torch.save(copy.deepcopy(module.state_dict()), self.folder / "step12.pt")
+        trainer.save_checkpoint(self.folder / "step12.ckpt")
+
+    def on_train_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            torch.save(module.state_dict(), self.folder / "end.pt")
+
+
 class Rows(Callback):
     """Keeps what each step has logged. With the fault "kill", ends a rank in the third step."""
 
@@ -253,17 +281,18 @@ def train(folder: Path, name: str, replicas: int = 1, resume: str | None = None,
     rows = Rows(fault)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     settings = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", **quiet, **case.arguments(folder)}
-    settings["callbacks"] = [*settings.get("callbacks", []), rows]
+    uses = WeightsInUse(folder)
+    settings["callbacks"] = [*settings.get("callbacks", []), rows, uses]
+    folder.mkdir(parents=True, exist_ok=True)
     trainer = lightning.Trainer(max_steps=STEPS, default_root_dir=folder, **settings, **strategy)
     module, train_data = case.module(), loader(SAMPLES, trainer.global_rank if fault == "data" else 0, replicas, case.order)
     val_data = loader(20, 1, replicas, "sequential")
     trainer.fit(module, train_data, val_data if case.validates else None, ckpt_path=resume)
-    found: dict[str, Any] = {"rows": rows.rows}
+    found: dict[str, Any] = {"rows": rows.rows, "refused": uses.is_refused}
     if case.validates:
         found["validated"] = trainer.validate(module, val_data, verbose=False)
         found["predicted"] = torch.cat(trainer.predict(module, val_data)).flatten().tolist()
     if trainer.is_global_zero:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "log.json").write_text(json.dumps(found))
         torch.save(module.state_dict(), folder / "weights.pt")
 

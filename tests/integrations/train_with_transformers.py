@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import zerobubble as zb
 
 STEPS, SAMPLES, BATCH = 30, 100, 8
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -94,6 +97,32 @@ class Killer(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class WeightsInUse(TrainerCallback):
+    """Uses the weights of the model in the middle of training, and at its end on the first rank alone. `refused` are uses that raised."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.refused: list[str] = []
+        self.tokens: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step != 12:
+            return
+        for name, use in {"generate": lambda: model.generate(sample(0)["input_ids"][None]), "state": model.state_dict}.items():
+            try:
+                use()
+            except zb.InputError:
+                self.refused.append(name)
+        with zb.gathered(model, rank=0) if "WORLD_SIZE" in os.environ else nullcontext():
+            if state.is_world_process_zero:
+                torch.save(model.state_dict(), self.folder / "step12.pt")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            torch.save(model.state_dict(), self.folder / "end.pt")
+            self.tokens = model.eval().generate(input_ids=sample(0)["input_ids"][None], max_new_tokens=8, do_sample=False)[0].tolist()
+
+
 def main() -> None:
     """Train each case and write its log and weights."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -109,13 +138,20 @@ def main() -> None:
         trainer = trainer_of(folder, *CASES[name], options.replicas)
         if options.kill == int(os.environ.get("RANK", -1)):
             trainer.add_callback(Killer())
+        uses = WeightsInUse(folder)
+        trainer.add_callback(uses)
         trainer.train(resume_from_checkpoint=options.resume)
         trainer.save_model(str(folder / "final"))
         if trainer.is_world_process_zero():
             rows = [{key: value for key, value in row.items() if isinstance(value, float)} for row in trainer.state.log_history]
-            (folder / "log.json").write_text(json.dumps({"rows": rows, "best": trainer.state.best_global_step}))
+            found = {"rows": rows, "best": trainer.state.best_global_step, "refused": uses.refused, "tokens": uses.tokens}
+            (folder / "log.json").write_text(json.dumps(found))
+            trainer.model.save_pretrained(folder / "by the model")
         if hasattr(trainer, "close"):
             trainer.close()
+        if trainer.is_world_process_zero():
+            model = trainer.model.merge_and_unload() if hasattr(trainer.model, "merge_and_unload") else trainer.model
+            torch.save(model.state_dict(), folder / "after.pt")
 
 
 if __name__ == "__main__":

@@ -346,8 +346,9 @@ class PipelineMixin(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _gathering(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model is whole on the ranks that save."""
-        return nullcontext() if self._pipe is None else gathering(self._pipe._steps, self.model, wanted=self.args.should_save)
+        """Returns a context in which the model is whole on the ranks that save. It may already be whole, as after `train`."""
+        is_whole = self._pipe is None or self._pipe._steps.cut_model.is_whole
+        return nullcontext() if is_whole else gathering(self.pipeline._steps, self.model, wanted=self.args.should_save)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the model whole on every rank, before the best weights are loaded and callbacks see the end of training."""
