@@ -8,7 +8,7 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -22,7 +22,7 @@ from zerobubble.kinds import ValueKind
 from zerobubble.rules import Value
 from zerobubble.run_folder import NUM_DETAILS, detail_name, log_name
 from zerobubble.runtime.hooks import bubble_work, clip, gradient_scaling, post_validation, replicas, step_recorder, telemetry
-from zerobubble.runtime.hooks.shared_gradients import CopiedBuffers
+from zerobubble.runtime.hooks.changed_copies import ChangedCopies, watched_copies
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, parameter_infos, read_tied, refuse_forgotten, shared_groups
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula
 from zerobubble.runtime.measure.trace import Records
@@ -483,11 +483,11 @@ def test_buffers_of_copied_stages_may_not_change(change: str) -> None:
     module.register_buffer("table", torch.zeros(2), persistent=False)
     module.register_buffer("nothing", None)
     norm = module[0]
-    watch = CopiedBuffers({3: module})
-    watch.look()
+    watch = ChangedCopies({3: module}, [3], {})
+    watch.look("step")
     if change == "later":
         watch.refuse_changed()
-        watch.look()
+        watch.look("step")
     if change in ("in place", "later"):
         norm.running_mean.add_(1)
     elif change == "replaced":
@@ -502,6 +502,52 @@ def test_buffers_of_copied_stages_may_not_change(change: str) -> None:
     else:
         with raises(zb.InputError, "0.running_mean", "stage 3"):
             watch.refuse_changed()
+
+
+@pytest.mark.parametrize("change", ["none", "in place", "data in place", "data", "later", "in an evaluation"])
+def test_parameters_with_copies_may_not_change(change: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    weight, other = module[1].weight, module[0].weight
+    watch = ChangedCopies({3: module}, [], {weight: "rank 5 holds a copy"})
+    watch.look("step")
+    if change == "later":
+        watch.refuse_changed()
+        watch.look("step")
+    with torch.no_grad():
+        other.add_(1)
+        if change in ("in place", "later"):
+            weight.add_(1)
+    if change == "data in place":
+        weight.data[0, 1] += 1
+    elif change == "data":
+        weight.data = weight.data + 1
+    if change in ("none", "in an evaluation"):
+        watch.refuse_changed()
+        with watch.unchanged():
+            pass
+    if change != "none":
+        with raises(zb.InputError, "'1.weight'", "stage 3", "rank 5"):
+            if change != "in an evaluation":
+                watch.refuse_changed()
+            with watch.unchanged():
+                weight.detach().mul_(2)
+
+
+def test_parameters_of_two_stages_are_watched() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    replicas = cast(Any, SimpleNamespace(why_shared=lambda: {one.bias: "rank 5 is its replica"}))
+    shared = cast(Any, SimpleNamespace(why_shared=dict, copied_stages=[]))
+    watch = watched_copies({0: one, 3: other}, shared, replicas)
+    for tensor in (one.weight, one.bias):
+        watch.look("step")
+        tensor.detach().add_(1)
+        with raises(zb.InputError, "stage 0"):
+            watch.refuse_changed()
+    watch.look("step")
+    other.bias.detach().add_(1)
+    watch.refuse_changed()
+    assert not watched_copies({0: nn.Linear(2, 2)}, shared, None).is_needed
 
 
 def test_work_is_offered_a_share_of_the_least_idle_time_seen() -> None:

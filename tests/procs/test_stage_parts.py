@@ -222,7 +222,7 @@ def test_a_second_run_sees_the_buffers_of_the_first() -> None:
     state = ForwardState(module)
     mean.add_(1)
     module.norm.running_var = torch.full((2,), 7.0)
-    state.end_first_run()
+    state.end_first_run("stage 0", "")
     with state.restored():
         assert module.norm.running_mean is not None
         assert module.norm.running_mean.tolist() == [0.0, 0.0]

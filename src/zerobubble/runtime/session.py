@@ -32,6 +32,7 @@ from zerobubble.runtime.failure.setup_ranks import SetupRanks
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
 from zerobubble.runtime.failure.user_code import user_place, with_place
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
+from zerobubble.runtime.hooks.changed_copies import ChangedCopies, watched_copies
 from zerobubble.runtime.hooks.equal_optimizers import EqualOptimizers
 from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.scaled_gradients import ScaledGradients
@@ -133,6 +134,7 @@ class Session:
         shared: Parameters that several stages or ranks of the pipeline hold.
         sharded: The parameters and buffers that are sharded over ranks.
         replicas: The ranks with other shares of the batch; None if there are none.
+        copies: Watches what has copies on other ranks or stages.
         seed: Seeds the random numbers of stages, on all ranks.
     """
 
@@ -145,6 +147,7 @@ class Session:
     shared: SharedGradients
     sharded: ShardedTensors
     replicas: Replicas | None
+    copies: ChangedCopies
     seed: int
     options: PipelineOptions
 
@@ -154,8 +157,7 @@ class Session:
         if self.replicas is not None:
             sums = [self.replicas.earlier, *sums, self.replicas]
         optimizers = EqualOptimizers([*self.shared.shared_with_others(), *(self.replicas.shared_with_others() if self.replicas else ())])
-        if optimizers.is_needed:
-            sums.append(optimizers)
+        sums = [*([self.copies] if self.copies.is_needed else []), *sums, *([optimizers] if optimizers.is_needed else [])]
         if self.options.scale == GRADIENTS:
             scaled = ScaledGradients(self.setup.stages.modules, self.setup.gradients)
             sums = [scaled.earlier, *sums, scaled]
@@ -210,13 +212,15 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     sharded = _sharded(ranks, layout, setup)
     replicas = None
     if layout.data:
-        order = _order_of_sums(setup, peers.rank)
+        # A planner may change the schedule of one replica before another's; without an order, sums go from the last stage to the first.
+        order = [] if setup.planner is not None else [one.stage for one in stage_sums(setup.compiled.graph)[peers.rank]]
         replicas = Replicas(transport, layout, setup.stages.modules, sharded, setup.gradients, order, options.bucket_bytes)
     # Copies within a pipeline first, so that all copies of the first replica agree on the values that other replicas receive.
     _make_equal(ranks, partial(shared.broadcast_initial_values, are_equal=survivors is not None), "making the copies of stages equal")
     if replicas is not None:
         _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
-    return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, seed, options)
+    copies = watched_copies(setup.stages.modules, shared, replicas)
+    return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, copies, seed, options)
 
 
 def _place_stages_without_tensors(ranks: SetupRanks, setup: Setup, all_terms: Sequence[Terms]) -> None:
@@ -271,6 +275,7 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
         rng=StageRng(session.seed, *((0, 1) if replicas is None else (replicas.rank, replicas.size)), setup.stages.device),
         ordering=setup.ordering,
         divided_loss=DividedLoss(options.loss_fn, setup.heads, losses) if isinstance(options.loss_fn, DividedHead) else None,
+        watching_copies=session.copies.unchanged,
         captured=CapturedStep(held, setup.gradients, setup.stages.device, options.num_microbatches) if options.captures_steps else None,
     )
 
@@ -309,16 +314,6 @@ def _sharded(ranks: SetupRanks, layout: Layout, setup: Setup) -> ShardedTensors:
         raise InputError(fault)
     assert sharded is not None
     return sharded
-
-
-def _order_of_sums(setup: Setup, rank: int) -> list[int]:
-    """Returns the order in which this rank sums the gradients of its stages over replicas: the order in which stages end in the schedule.
-
-    A planner may change the schedule of one replica before that of another. Then the order is from the last stage to the first.
-    """
-    if setup.planner is not None:
-        return sorted(setup.stages.modules, reverse=True)
-    return [one.stage for one in stage_sums(setup.compiled.graph)[rank]]
 
 
 def _rendezvous(ranks: SetupRanks) -> None:

@@ -173,6 +173,7 @@ class PostValidation(StepHook):
 
         def forwards_stand() -> bool:
             with self._pipeline.activity(_VALIDATING):
+                snapshot.refuse_changed_parameters()
                 self._judge()
                 stood, self._verdict = self._verdict, True
                 if not stood:
@@ -411,12 +412,26 @@ class Snapshot:
     """The buffers of `modules` when the snapshot was taken. Random state is not part of it: a forward draws the same numbers when rerun.
 
     A forward may change a buffer in place or assign another tensor to its name. So the snapshot keeps the tensors and copies of them.
+    It has no copies of parameters: a forward that changes one cannot be discarded.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        named = [entry for module in modules for entry in module.named_parameters() if local_part(entry[1]) is entry[1]]
+        self._parameters = [(name, parameter, parameter._version) for name, parameter in named]
         held = [(part, buffers_of(part)) for module in modules for part in module.modules()]
         self._buffers_of = [(part, buffers) for part, buffers in held if buffers]
         self._contents = {buffer: buffer.clone() for _, buffers in self._buffers_of for buffer in buffers.values() if buffer is not None}
+
+    def refuse_changed_parameters(self) -> None:
+        """Raises `InputError` if a parameter has changed in place since the snapshot."""
+        changed = [name for name, parameter, version in self._parameters if parameter._version != version]
+        if changed:
+            raise InputError(
+                "a forward changes parameter {name!r}, and PostValidation may have to discard forwards",
+                name=changed[0],
+                remedy="clip with pipe.clip_grad_norm_, or change the parameter after optimizer.step()",
+            )
 
     @torch.no_grad()
     @changing_weights()

@@ -87,9 +87,9 @@ class Replicas(StepHook):
     """Sums the gradients of this rank over the ranks that hold the same parameters and get different data; `peers` are all of these.
 
     Gradients are sent in buckets of up to `bucket_bytes`, few of which are in memory at once. A bucket of a stage starts once its gradients
-    are complete and the buckets before it have started, after those of earlier stages in `order`. Gradients that several stages share start
-    at the end of the step. Nothing is summed along dimensions over which a parameter is `sharded`: FSDP2 sums there itself, and experts get
-    the tokens of all these ranks, so each has the complete gradient already.
+    are complete and the buckets before it have started, after those of earlier stages in `order`; other stages follow from the last to the
+    first. Gradients that several stages share start at the end of the step. Nothing is summed along dimensions over which a parameter is
+    `sharded`: FSDP2 sums there itself, and experts get the tokens of all these ranks, so each has the complete gradient already.
     """
 
     takes_gradients_early = True
@@ -141,6 +141,11 @@ class Replicas(StepHook):
         for tensor, left in [*self._left.items(), *self._left_of_buffers.items()]:
             if left:
                 self._peers[left].replicate(local_part(tensor.detach()), 0, "giving replicas the values of the first")
+
+    def why_shared(self) -> dict[nn.Parameter, str]:
+        """Returns the parameters that other ranks hold, too, and for each why."""
+        members = {dimensions: " and ".join(map(str, peers.members)) for dimensions, peers in self._peers.items()}
+        return {parameter: f"ranks {members[left]} are its replicas" for parameter, left in self._left.items() if left}
 
     def shared_with_others(self) -> Iterator[SharedWith]:
         """Yields what this rank shares with the neighbors among its replicas."""

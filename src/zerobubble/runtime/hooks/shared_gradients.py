@@ -3,17 +3,14 @@
 These are the parameters of stages with a copy on each route of a bidirectional schedule, and those that the user tied. Each rank sends its
 gradients to the other holders as soon as its last pass that adds to them is over. Sends are in one order of groups on all ranks, and each
 rank adds the contributions in one order of ranks: so nothing deadlocks, and all holders get the same bits.
-
-Forwards that change buffers, such as batch norms, are refused in stages with a copy on each route. Each copy sees only some of the
-microbatches, and the state of one device after all microbatches cannot be computed from those of the copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +33,7 @@ from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.terms import each_has
-from zerobubble.runtime.values.buffers import buffers_of, changing_weights
+from zerobubble.runtime.values.buffers import changing_weights
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.memory import as_memory
 
@@ -80,7 +77,6 @@ class SharedGradients(StepHook):
         self._copied = {stage: ranks for stage, ranks in ranks_of.items() if len(ranks) > 1}
         self._modules = modules
         self._copied_modules = {stage: module for stage, module in modules.items() if stage in self._copied}
-        self._buffers = CopiedBuffers(self._copied_modules)
         self._peers = peers
         self._gradients = gradients
         self._tied = tied
@@ -99,6 +95,17 @@ class SharedGradients(StepHook):
     def is_needed(self) -> bool:
         """Whether anything on this rank is shared."""
         return bool(self.completes_at_end or self._copied_modules)
+
+    @property
+    def copied_stages(self) -> list[int]:
+        """The stages of this rank with a copy on another route."""
+        return list(self._copied_modules)
+
+    def why_shared(self) -> dict[nn.Parameter, str]:
+        """Returns this rank's shared parameters, and for each why it is shared."""
+        rank = self._peers.rank
+        held = ((self._parameters[name], shared) for group in self._groups for shared in group.parameters for name in shared.names[rank])
+        return {parameter: f"copies of it are {' and '.join(map(str, shared.others(rank)))}" for parameter, shared in held}
 
     @changing_weights()
     def broadcast_initial_values(self, *, are_equal: bool = False) -> None:
@@ -187,7 +194,6 @@ class SharedGradients(StepHook):
     def on_step_begin(self, step: TrainingStep) -> None:
         """Sets the gradients of earlier steps aside."""
         self._refuse_other_parameters()
-        self._buffers.look()
         self._earlier.set_aside(dict.fromkeys(self._parameters.values()))
         self._unfinished = set(self._stages)
         self._unsent = list(self._sums)
@@ -217,11 +223,7 @@ class SharedGradients(StepHook):
             self._unsent.pop(0).send()
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Gives every holder the sum of this step's gradients, added to those of earlier steps.
-
-        Raises `InputError` if the step has changed a buffer of a copied stage.
-        """
-        self._buffers.refuse_changed()
+        """Gives every holder the sum of this step's gradients, added to those of earlier steps."""
         for group_sum in self._sums:
             group_sum.finish()
         self._earlier.give_back()
@@ -305,63 +307,3 @@ def _comparable(infos: ParameterInfos, stage: int) -> list[Any]:
 
 def _text(tied: tuple[tuple[ParameterName, ...], ...]) -> str:
     return ", ".join("[" + ", ".join(map(str, group)) + "]" for group in tied) or "none"
-
-
-class _Seen(NamedTuple):
-    """A buffer before a step. Its `content` is kept only in the first step: some kernels change a buffer without bumping its version."""
-
-    buffer: Tensor | None
-    version: int
-    content: Tensor | None
-
-
-class CopiedBuffers:
-    """Watches the persistent buffers of these stages. Others, such as lazily built tables, are not state of the model."""
-
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
-        self._places: list[tuple[str, nn.Module, str]] = []
-        for stage, module in modules.items():
-            for path, part in module.named_modules():
-                names = [name for name in buffers_of(part) if name not in part._non_persistent_buffers_set]
-                self._places += [(f"{f'{path}.{name}'.lstrip('.')} of stage {stage}", part, name) for name in names]
-        self._before: list[_Seen] = []
-        self._is_first = True
-
-    def look(self) -> None:
-        """Records the buffers before a training step."""
-        self._before = [self._see(buffers_of(part).get(name)) for _, part, name in self._places]
-        self._is_first = False
-
-    def _see(self, buffer: Tensor | None) -> _Seen:
-        if buffer is None:
-            return _Seen(None, 0, None)
-        return _Seen(buffer, buffer._version, buffer.detach().clone() if self._is_first else None)
-
-    def refuse_changed(self) -> None:
-        """Raises `InputError` if a buffer has changed. Call it after the passes of the step."""
-        seen, self._before = self._before, []
-        for (where, part, name), before in zip(self._places, seen, strict=True):
-            if _has_changed(buffers_of(part).get(name), before):
-                raise InputError(
-                    (
-                        "buffer {where} changes in a training forward, and of a bidirectional schedule's copies of the stage "
-                        "each sees some of the microbatches only, so none would hold what one device holds; {remedy}"
-                    ),
-                    where=where,
-                    remedy=(
-                        "put its module in evaluation mode, take one without such statistics (track_running_stats=False), or "
-                        "choose a schedule with one route"
-                    ),
-                )
-
-
-def _has_changed(buffer: Tensor | None, before: _Seen) -> bool:
-    if buffer is not before.buffer:
-        return True
-    if buffer is None:
-        return False
-    return buffer._version != before.version or (before.content is not None and not _are_equal(buffer, before.content))
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)

@@ -82,6 +82,11 @@ class SharedParameter(NamedTuple):
     source: RankParameter
     counted_name: ParameterName
 
+    def others(self, rank: int) -> list[RankParameter]:
+        """Returns the parameters except that of `rank`; all if this rank has several."""
+        held = [RankParameter(holder, name) for holder, names in self.names.items() for name in names]
+        return held if len(self.names[rank]) > 1 else [parameter for parameter in held if parameter.rank != rank]
+
 
 class SharedGroup(NamedTuple):
     """Shared parameters with the same ranks and stages, whose gradients are summed together.

@@ -19,6 +19,7 @@ from zerobubble.rules import recomputed
 from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.values.buffers import buffers_of, changing_weights, put_buffers
 from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.memory import has_plain_type, local_part
 from zerobubble.runtime.values.random_state import python_generator_restored
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Span, Timeline
@@ -82,14 +83,16 @@ def _passes(
 
 @contextmanager
 def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gradients) -> Iterator[None]:
-    """A context for passes, after which gradients, buffers and the random state of torch are the same as before, down to the last bit.
+    """A context for passes, after which parameters, gradients, buffers and torch's random state are as before, down to the last bit.
 
-    Inside, gradients start from nothing. Parameters need no copy, because passes only read them.
+    Inside, gradients start from nothing. A forward may change parameters, so host memory has copies of them.
     """
     parts = [part for module in modules for part in module.modules()]
     gradients = {parameter: (parameter.grad, sums.get(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
     buffers = [(part, buffers_of(part)) for part in parts]
     contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
+    plain = [parameter for parameter in gradients if has_plain_type(local_part(parameter.detach()))]
+    values = {parameter: local_part(parameter.detach()).to("cpu", copy=True) for parameter in plain}
     with generators_restored([device] if interface(device).has_generator else []):
         try:
             for parameter in gradients:
@@ -101,6 +104,9 @@ def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gra
                 parameter.grad = gradient
                 sums.put(parameter, total)
             with torch.no_grad(), changing_weights():
+                for parameter, value in values.items():
+                    if not torch.equal(local_part(parameter.detach()).cpu(), value):
+                        local_part(parameter).copy_(value)
                 for part, named in buffers:
                     put_buffers(part, named)
                 for buffer, content in contents.items():

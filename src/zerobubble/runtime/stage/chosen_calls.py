@@ -161,7 +161,7 @@ class _Call:
 
         with saving_through(leave_out, _Placeholder.tensor_in):
             output = self._own(*self._args, **self._kwargs)
-        self._state.end_first_run()
+        self._state.end_first_run(self._where, _LEAVE_OUT)
         return output
 
     def recompute(self, meter: Meter | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
-from zerobubble.runtime.values.buffers import buffers_of, put_buffers
+from zerobubble.runtime.values.buffers import buffers_of, changing_parameters, put_buffers
 from zerobubble.runtime.values.payload import Tensors
 from zerobubble.runtime.values.random_state import RandomState
 
@@ -28,10 +28,19 @@ class ForwardState:
 
     def __init__(self, module: nn.Module) -> None:
         self._random = RandomState.now(_device_of(module))
+        self._versions = [(name, parameter, parameter._version) for name, parameter in changing_parameters(module)]
         self._buffers: _Buffers | None = _Buffers(module)
 
-    def end_first_run(self) -> None:
-        """Drops the copies of the buffers if the first run changed none."""
+    def end_first_run(self, where: str, remedy: str) -> None:
+        """Drops the copies of the buffers if the first run changed none.
+
+        Raises `InputError` if it has changed a parameter: the second run would change it once more. `where` names the module.
+        """
+        for name, parameter, version in self._versions:
+            if parameter._version != version:
+                message = "{where} changes its parameter {name!r} in its forward, which recomputing it would do twice: {remedy}"
+                raise InputError(message, where=where, name=name, remedy=remedy)
+        self._versions = []
         if self._buffers is not None and not self._buffers.have_changed:
             self._buffers = None
 
@@ -110,7 +119,7 @@ class FirstRun:
         """Context of the first run: autograd builds a graph, but saves nothing."""
         with torch.autograd.graph.saved_tensors_hooks(_drop, self._refuse_backward):
             yield
-        self._state.end_first_run()
+        self._state.end_first_run(f"stage {self._index}", "leave the stage out of the schedule's R passes")
 
     @contextmanager
     def restored(self) -> Iterator[None]:

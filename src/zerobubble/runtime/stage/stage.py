@@ -32,6 +32,7 @@ from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputedParts
 from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
+from zerobubble.runtime.values.buffers import changing_parameters
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree, is_plain_dataclass, structure_of
@@ -104,7 +105,7 @@ class Stage:
         self.parameters = tuple(self.module.parameters())
         self._collected = self.parameters
         self.splitter.begin(self.parameters, meter)
-        self._buffers = BufferOrder(self.module, self.index)
+        self._buffers = BufferOrder(self.module, self.index, changing_parameters(self.module) if self.shards is None else ())
         self._has_gathered = False
 
     def use_gathered(self) -> None:

@@ -81,6 +81,7 @@ class StepRunner:
         ordering: MicrobatchOrdering | None,
         divided_loss: DividedLoss | None,
         captured: CapturedStep | None,
+        watching_copies: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.rank = peers.rank
         self.num_ranks = peers.size
@@ -104,6 +105,7 @@ class StepRunner:
         self._ordering = ordering
         self._parted = divided_loss
         self._captured = captured
+        self._watching_copies = watching_copies
         self._played: tuple[Schedule, Sequence[int]] | None = None
         self._input_gradients = InputGradients()
         self._num_steps = 0
@@ -308,7 +310,7 @@ class StepRunner:
         outputs: list[Any] = [None] * executor.program.num_microbatches
         with self._stages.evaluating(), self.guard.during_step(executor):
             batch, _ = self._open(executor, given, outputs, evaluation=self._num_evaluations)
-            with self.rng.isolated():
+            with self.rng.isolated(), self._watching_copies():
                 executor.run(batch)
             if self._parted is not None:
                 self._parted.evaluate(self.peers, self.schedule, outputs)

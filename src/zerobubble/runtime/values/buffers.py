@@ -56,3 +56,12 @@ def changing_weights() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         parametrize._cache.clear()
+
+
+def changing_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns the named parameters of which one forward more may change the values.
+
+    They are all that have a version, except those of embeddings with `max_norm`, which write the same values however often they run.
+    """
+    bounded = {part.weight for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None}
+    return [entry for entry in module.named_parameters() if entry[1] not in bounded and not entry[1].is_inference()]
