@@ -22,6 +22,7 @@ from zerobubble.runtime.stage.levels import LEVELS, RecomputedParts, RecomputeLe
 from zerobubble.runtime.stage.rank_stages import modules_of
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.payload import Payload
+from zerobubble.runtime.values.python_state import PythonState
 
 pytestmark = pytest.mark.in_process
 
@@ -219,7 +220,7 @@ def test_a_second_run_sees_the_buffers_of_the_first() -> None:
     module = Normed()
     mean = module.norm.running_mean
     assert mean is not None
-    state = ForwardState(module)
+    state = ForwardState(module, PythonState(module))
     mean.add_(1)
     module.norm.running_var = torch.full((2,), 7.0)
     state.end_first_run("stage 0", "")
@@ -368,7 +369,7 @@ def test_calls_without_a_gradient_or_with_changed_inputs_are_not_recomputed() ->
     linear = nn.Linear(2, 2)
 
     def run(x: Tensor) -> Tensor:
-        call = chosen_calls._Call("'0' of stage 3", linear, linear.forward, (x,), {}, None)
+        call = chosen_calls._Call("'0' of stage 3", ForwardState(linear, PythonState(linear)), linear.forward, (x,), {}, None)
         y: Tensor = calls.run(call)
         return y
 

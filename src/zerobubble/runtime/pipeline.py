@@ -381,15 +381,15 @@ class Pipeline:
 
         Runs one step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so passes
         and messages are measured undisturbed, B separate from W, in the memory of one microbatch. Times are medians over microbatches and
-        steps. Afterwards, gradients, buffers, the random state of torch and `losses` are the same as before, down to the last bit; neither
-        `on_loss` nor hooks are called. `progress(done, total)` is called after every step; by default, rank 0 shows a progress bar on its
-        terminal.
+        steps. Afterwards, gradients, buffers, random states, the Python state of stages and `losses` are as before, down to the last bit;
+        neither `on_loss` nor hooks are called. `progress(done, total)` is called after every step; by default, rank 0 shows a progress bar.
 
         The same number of steps each also measures BW, if the schedule has both BW and B (`costs.fused`); all stages at each level of
         `recompute` and in full, if it is given, even as {} (`costs.levels`, for `zb.plan(costs, recompute="auto")`); and both algorithms,
         if ranks divide the head, with each part on its rank (`Costs.with_divided_head`).
 
-        Raises `InputError` for less than 1 step, and for levels of stages that cannot run twice; `PipelineError` like `step`.
+        Raises `InputError` for less than 1 step, for levels of stages that cannot run twice, and for a stage whose state cannot be put
+        back, such as an iterator; `PipelineError` like `step`.
         """
         return profiling.profile(self._steps, self._inputs(inputs, targets, kwargs)[0], steps, progress)
 
@@ -420,8 +420,8 @@ class Pipeline:
     def describe(self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None) -> SplitReports:
         """Reports how each stage splits its backward pass on this batch: the share of weight gradients in W, and what remains in B and why.
 
-        Runs a step and restores gradients, buffers and the random state, as `profile` does. Every rank must call it and gets the same
-        reports. For copies of a stage, the report is that of the first rank. Raises like `profile`.
+        Runs a step and restores what it changes, as `profile` does. Every rank must call it and gets the same reports. For copies of a
+        stage, the report is that of the first rank. Raises like `profile`.
         """
         return profiling.describe(self._steps, self._inputs(inputs, targets, kwargs)[0])
 

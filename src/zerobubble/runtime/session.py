@@ -356,7 +356,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     modules = {stage: with_loss(module, options.loss_fn if stage == last else None) for stage, module in modules.items()}
     heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
-    stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs is True, heads=heads)
+    stages = Stages(modules, options.split, gradients, levels, options.loss_fn, cuda_graphs=options.cuda_graphs is True, heads=heads)
     if stages.has_tensors:
         refuse_unusable(options, stages.device)
     offloads = offloads_in(options, schedule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median_low
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zerobubble.costs import COLLECTIVE, Costs
+from zerobubble.errors import InputError
 from zerobubble.fit import fit_comm, fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import Collective, head_kinds, traits_of
@@ -20,6 +21,7 @@ from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.values.buffers import buffers_of, changing_weights, put_buffers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.memory import has_plain_type, local_part
+from zerobubble.runtime.values.python_state import PythonState, put_back
 from zerobubble.runtime.values.random_state import python_generator_restored
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Span, Timeline
@@ -82,12 +84,15 @@ def _passes(
 
 
 @contextmanager
-def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gradients) -> Iterator[None]:
-    """A context for passes, after which parameters, gradients, buffers and torch's random state are as before, down to the last bit.
+def preserve_state(modules: Collection[nn.Module], loss_fn: object, device: torch.device, sums: Gradients) -> Iterator[list[str]]:
+    """A context for passes, after which parameters, gradients, buffers, random and Python state are as before, down to the last bit.
 
-    Inside, gradients start from nothing. A forward may change parameters, so host memory has copies of them.
+    Inside, gradients start from nothing. A forward may change parameters, so host memory has copies of them. Yields a list, which has the
+    faults at the end: what the passes have changed and cannot be put back.
     """
+    faults: list[str] = []
     parts = [part for module in modules for part in module.modules()]
+    python = PythonState(*modules, loss_fn).snapshot()
     gradients = {parameter: (parameter.grad, sums.get(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
     buffers = [(part, buffers_of(part)) for part in parts]
     contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
@@ -98,7 +103,7 @@ def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gra
             for parameter in gradients:
                 parameter.grad = None
                 sums.put(parameter, None)
-            yield
+            yield faults
         finally:
             for parameter, (gradient, total) in gradients.items():
                 parameter.grad = gradient
@@ -111,6 +116,10 @@ def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gra
                     put_buffers(part, named)
                 for buffer, content in contents.items():
                     buffer.copy_(content)
+                try:
+                    put_back(python)
+                except InputError as error:
+                    faults.append(str(error))
 
 
 @contextmanager

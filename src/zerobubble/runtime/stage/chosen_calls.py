@@ -27,6 +27,7 @@ from zerobubble.runtime.split.layers.weight_work import pass_in_progress
 from zerobubble.runtime.stage.forward_state import ForwardState
 from zerobubble.runtime.values.hold import Hold, here
 from zerobubble.runtime.values.payload import tensors_in
+from zerobubble.runtime.values.python_state import PythonState
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _LEAVE_OUT = "leave the module out of the recompute level"
@@ -42,11 +43,14 @@ _active = _ActiveCalls()
 
 
 @contextmanager
-def shadowing(parts: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Shadows the forward of these submodules during a step, so that a `ChosenCalls` can record their calls."""
+def shadowing(parts: Mapping[str, nn.Module], state_of: Callable[[nn.Module], PythonState]) -> Iterator[None]:
+    """Shadows the forward of these submodules during a step, so that a `ChosenCalls` can record their calls.
+
+    `state_of` returns the Python state of a submodule.
+    """
     before = {part: part.__dict__.get("forward") for part in parts.values()}
     for name, part in parts.items():
-        part.__dict__["forward"] = _recorded(name, part, part.forward)
+        part.__dict__["forward"] = _recorded(name, part, part.forward, state_of)
     try:
         yield
     finally:
@@ -57,13 +61,14 @@ def shadowing(parts: Mapping[str, nn.Module]) -> Iterator[None]:
                 part.__dict__["forward"] = own
 
 
-def _recorded(name: str, part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(name: str, part: nn.Module, own: Callable[..., Any], state_of: Callable[[nn.Module], PythonState]) -> Callable[..., Any]:
     @wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls = _active.calls
         if calls is None or not torch.is_grad_enabled() or _is_in_checkpoint():
             return own(*args, **kwargs)
-        return calls.run(_Call(f"{name!r} of stage {calls.index}", part, own, args, kwargs, calls.meter))
+        state = ForwardState(part, state_of(part))
+        return calls.run(_Call(f"{name!r} of stage {calls.index}", state, own, args, kwargs, calls.meter))
 
     return forward
 
@@ -121,12 +126,12 @@ class ChosenCalls:
 
 
 class _Call:
-    """A call of a chosen submodule: `where` names it, `own` is its forward."""
+    """A call of a chosen submodule: `where` names it, `state` is the state before it, `own` is its forward."""
 
     def __init__(
         self,
         where: str,
-        part: nn.Module,
+        state: ForwardState,
         own: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -137,7 +142,7 @@ class _Call:
         self._own = own
         self._args = args
         self._kwargs = kwargs
-        self._state = ForwardState(part)
+        self._state = state
         self._autocasts = _autocasts_of(self.inputs)
         self._hold = _copy_of(here.hold)
         self._work = pass_in_progress()
@@ -182,7 +187,7 @@ class _Call:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Restores the state of the first run: random state, buffers, autocast, carried values, and the current pass."""
+        """Restores the state of the first run: random and Python state, buffers, autocast, carried values, and the current pass."""
         outside, here.hold = here.hold, self._hold
         try:
             with self._state.restored(), _autocast_as(self._autocasts), self._work or nullcontext():

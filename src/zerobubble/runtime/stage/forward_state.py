@@ -1,13 +1,13 @@
 """Full recomputation: a forward runs first for its outputs, keeping only its inputs, and a second time to save tensors for backward.
 
 In the first run, hooks on saved tensors drop every tensor that autograd saves, so its graph serves only to find out which outputs require
-grad. The second run starts from the same inputs, random state and buffers, and its graph is the one that backward uses.
+grad. The second run starts from the same inputs, random state, buffers and Python state, and its graph is the one that backward uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,22 +17,25 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.values.buffers import buffers_of, changing_parameters, put_buffers
 from zerobubble.runtime.values.payload import Tensors
+from zerobubble.runtime.values.python_state import PythonState, Snapshot
 from zerobubble.runtime.values.random_state import RandomState
 
 
 class ForwardState:
-    """A snapshot of torch's random generators and of the buffers of `module`. Create it right before the first run.
+    """A snapshot of torch's random generators, of the buffers of `module`, and of the Python state. Create it right before the first run.
 
-    A second run inside `restored` sees the same random numbers and buffers, and leaves both unchanged for the code after it.
+    A second run inside `restored` sees the same random numbers, buffers and Python state, and leaves them unchanged for the code after it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, python: PythonState) -> None:
         self._random = RandomState.now(_device_of(module))
         self._versions = [(name, parameter, parameter._version) for name, parameter in changing_parameters(module)]
         self._buffers: _Buffers | None = _Buffers(module)
+        self._python = python
+        self._before: Snapshot | None = python.snapshot()
 
     def end_first_run(self, where: str, remedy: str) -> None:
-        """Drops the copies of the buffers if the first run changed none.
+        """Drops the copies of what the first run did not change.
 
         Raises `InputError` if it has changed a parameter: the second run would change it once more. `where` names the module.
         """
@@ -43,6 +46,8 @@ class ForwardState:
         self._versions = []
         if self._buffers is not None and not self._buffers.have_changed:
             self._buffers = None
+        if not self._python.update():
+            self._before = None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -50,11 +55,12 @@ class ForwardState:
         now = RandomState.now(self._random.device)
         self._random.set()
         try:
-            if self._buffers is None:
+            with ExitStack() as stack:
+                if self._buffers is not None:
+                    stack.enter_context(self._buffers.restored())
+                if self._before is not None:
+                    stack.enter_context(self._python.as_in(self._before))
                 yield
-            else:
-                with self._buffers.restored():
-                    yield
         finally:
             now.set()
 
@@ -100,17 +106,17 @@ Finish = Callable[[Any], Tensor] | None
 
 
 class FirstRun:
-    """The state that the second run of a forward of stage `index` needs: the inputs, and the random state and buffers of the first run.
+    """The state that the second run of a forward of stage `index` needs: the inputs, and the state of the first run.
 
     Autocast needs no care: both runs are within one call of the user's. `meter` counts the inputs during the lifetime of this object.
     """
 
-    def __init__(self, module: nn.Module, index: int, inputs: Tensors, finish: Finish, meter: Meter | None) -> None:
+    def __init__(self, module: nn.Module, python: PythonState, index: int, inputs: Tensors, finish: Finish, meter: Meter | None) -> None:
         self.inputs = inputs
         self.finish = finish
         self.num_outputs_with_grad = 0
         self._index = index
-        self._state = ForwardState(module)
+        self._state = ForwardState(module, python)
         self._versions = [tensor._version for tensor in inputs]
         self._counted: list[Held] = [] if meter is None else [meter.hold(tensor) for tensor in inputs]
 

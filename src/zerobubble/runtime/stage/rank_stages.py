@@ -42,9 +42,9 @@ class CutsForSchedules(Protocol):
 class Stages:
     """The modules of this rank, which are on one `device`, and how their backward passes are split.
 
-    `heads` are their parts of a divided head. With `cuda_graphs`, traced stages replay their passes as CUDA graphs. `levels` define what R
-    recomputes. Raises `InputError` for modules on several devices, for an unknown way, for CUDA graphs of stages that are not traced, and
-    for complex parameters with `main_grad`.
+    `heads` are their parts of a divided head, and `loss_fn` is the loss. With `cuda_graphs`, traced stages replay their passes as CUDA
+    graphs. `levels` define what R recomputes. Raises `InputError` for modules on several devices, for an unknown way, for CUDA graphs of
+    stages that are not traced, and for complex parameters with `main_grad`.
     """
 
     def __init__(
@@ -53,12 +53,14 @@ class Stages:
         split: str | Mapping[int, str],
         gradients: Gradients,
         levels: RecomputeLevels,
+        loss_fn: object = None,
         *,
         cuda_graphs: bool = False,
         heads: Mapping[int, HeadPart] | None = None,
     ) -> None:
         self.modules = modules
         self.levels = levels
+        self.loss_fn = loss_fn
         self._heads = heads or {}
         device = _device(modules)
         self.device = device or torch.device("cpu")
@@ -91,6 +93,7 @@ class Stages:
             splits = index in schedule.split_stages
             stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
             stage.head = self._heads.get(index)
+            stage.loss_fn = self.loss_fn if index == schedule.num_stages - 1 else None
             if index in with_recompute:
                 fault = _recompute_fault(index, way)
                 if fault:

@@ -36,6 +36,7 @@ from zerobubble.runtime.values.buffers import changing_parameters
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree, is_plain_dataclass, structure_of
+from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.shapes import describe_tensors
 
 _AVERAGING = {
@@ -64,7 +65,7 @@ class Stage:
     `forward` runs under the caller's autocast. `backward` and `weight` run outside of it, as torch recommends: the backward of an operation
     then has the precision of its forward.
 
-    `head` is this stage's part of a divided head, if any.
+    `head` is this stage's part of a divided head, if any; `loss_fn` is what `finish` calls on the last stage.
 
     `shards` are the FSDP2 units of the module, None without FSDP2; the executor gathers them before the passes. `offloaded` holds, by
     microbatch, the collectors of saved tensors for forwards that will be offloaded.
@@ -98,6 +99,8 @@ class Stage:
         self._first_runs: dict[int, FirstRun | ChosenCalls] = {}
         self._buffers: BufferOrder | None = None
         self._goes_back = True
+        self.loss_fn: object = None
+        self._python_states: dict[nn.Module, PythonState] = {}
 
     def begin(self, meter: Meter | None = None) -> None:
         """Begins a step with the current parameters of the module; `meter` counts its bytes."""
@@ -145,8 +148,14 @@ class Stage:
     def stepping(self, meter: Meter | None = None) -> Iterator[None]:
         """Context of a step: prepares the module for its passes."""
         self.begin(meter)
-        with self.splitter.stepping(), shadowing(self._recomputed_parts or {}):
+        with self.splitter.stepping(), shadowing(self._recomputed_parts or {}, self._python_state_of):
             yield
+
+    def _python_state_of(self, module: nn.Module) -> PythonState:
+        """Returns the Python state of the module, or of a part of it, whose forwards R runs again. The first call finds its places."""
+        if module not in self._python_states:
+            self._python_states[module] = PythonState(module, self.loss_fn) if module is self.module else PythonState(module)
+        return self._python_states[module]
 
     @property
     def _recomputed_parts(self) -> Mapping[str, nn.Module] | None:
@@ -172,7 +181,9 @@ class Stage:
             calls = self._first_runs[microbatch] = ChosenCalls(self.index, self.meter)
             with calls.recording():
                 return self.forward(microbatch, inputs, finish)
-        first = self._first_runs[microbatch] = FirstRun(self.module, self.index, inputs, finish, self.meter)
+        first = self._first_runs[microbatch] = FirstRun(
+            self.module, self._python_state_of(self.module), self.index, inputs, finish, self.meter
+        )
 
         def run(arguments: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
             return self._outputs_of(self.splitter.forward(microbatch, arguments), arguments, finish)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from zerobubble.arguments import optional, require, wrong
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, PipelineError
+from zerobubble.errors import InputError, PipelineError, raise_faults
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
 from zerobubble.planning.unequal.order import with_numbers
@@ -367,9 +368,14 @@ class StepRunner:
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """A context for steps that leave nothing behind, down to the last bit, and do not call `on_loss`."""
-        with preserve_state(self.modules.values(), self.device, self.gradients), self._losses.muted():
+        """A context for steps that leave nothing behind, down to the last bit, and do not call `on_loss`.
+
+        Raises `InputError` on every rank, after the steps, if a rank cannot put back what they have changed.
+        """
+        with preserve_state(self.modules.values(), self._stages.loss_fn, self.device, self.gradients) as faults, self._losses.muted():
             yield
+        with self.agreed_errors():
+            raise_faults(chain.from_iterable(self.gather(faults, "restoring the state of stages")))
 
     def activity(self, when: str) -> AbstractContextManager[None]:
         return self.guard.during(when)

@@ -60,7 +60,7 @@ class RandomStates(NamedTuple):
 
     def _comparable(self) -> tuple[Any, ...]:
         tensors = [tensor.numpy().tobytes() for tensor in (self.of_torch.on_cpu, self.of_torch.on_device) if tensor is not None]
-        return tensors, self.of_python, None if self.of_numpy is None else _in_bytes(self.of_numpy)
+        return tensors, self.of_python, None if self.of_numpy is None else in_bytes(self.of_numpy)
 
     def set(self, now: RandomStates | None = None) -> None:
         """Restores these states. If the current ones are given, generators that already have theirs are not written."""
@@ -70,11 +70,11 @@ class RandomStates(NamedTuple):
         numpy = sys.modules.get("numpy")
         if numpy is None or self.of_numpy is None:
             return
-        if now is None or now.of_numpy is None or _in_bytes(now.of_numpy) != _in_bytes(self.of_numpy):
+        if now is None or now.of_numpy is None or in_bytes(now.of_numpy) != in_bytes(self.of_numpy):
             numpy.random.set_state(self.of_numpy)
 
 
-def _in_bytes(state: tuple[Any, ...]) -> tuple[Any, ...]:
+def in_bytes(state: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns a state of NumPy in a form that can be compared."""
     kind, words, *rest = state
     return kind, words.tobytes(), *rest

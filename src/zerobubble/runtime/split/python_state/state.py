@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,9 @@ from torch.utils.weak import WeakIdRef
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.python_state.caches import cached_tensors
 from zerobubble.runtime.split.python_state.identity import Identity, WeakIdentity
-from zerobubble.runtime.split.python_state.stored import (
+from zerobubble.runtime.split.python_state.watch import Watch
+from zerobubble.runtime.values.python_objects import is_of_library, names_in
+from zerobubble.runtime.values.stored import (
     ABSENT,
     attributes_of,
     content_of,
@@ -52,10 +54,7 @@ from zerobubble.runtime.split.python_state.stored import (
     referent_of,
     slots_of,
 )
-from zerobubble.runtime.split.python_state.watch import Watch
 
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
-"""Packages whose code is assumed constant. The thread of tqdm updates its progress bars at any time, which no forward reads."""
 _PLAIN = {int, bool, str, bytes, types.NoneType, types.EllipsisType, range, torch.dtype, torch.device, torch.layout} | {torch.memory_format}
 """Types compared by `==`, which covers all that a forward can read from them."""
 _NUMBERS: dict[Any, Callable[[Any], Hashable]] = {
@@ -190,7 +189,7 @@ class _Reader:
             if is_a(value, kinds):
                 read(self, value, path)
                 return
-        if _is_of_library(type(value).__module__):
+        if is_of_library(type(value).__module__):
             self._read_library_object(value, path)
         else:
             self._read_instance(value, path)
@@ -246,7 +245,7 @@ class _Reader:
         self.state.values[f"the class of {path}"] = Identity(type(value))
         with self._in_code():
             for kind in type(value).__mro__:
-                if id(kind) not in self._seen and not _is_of_library(kind.__module__):
+                if id(kind) not in self._seen and not is_of_library(kind.__module__):
                     self._seen[id(kind)] = kind, path
                     self._read_attributes(kind)
 
@@ -259,7 +258,7 @@ class _Reader:
 
     def _read_type(self, kind: type, path: str) -> None:
         self.state.values[path] = Identity(kind)
-        if not _is_of_library(kind.__module__):
+        if not is_of_library(kind.__module__):
             with self._in_code():
                 self._read_attributes(kind)
 
@@ -289,7 +288,7 @@ class _Reader:
 
     def _read_added(self, value: Any, path: str) -> None:
         """Records the attributes that a user class adds to those of a built-in class."""
-        if not _is_of_library(type(value).__module__):
+        if not is_of_library(type(value).__module__):
             self._read_attributes_of(value, path)
 
     def _read_enum(self, member: Enum, path: str) -> None:
@@ -330,7 +329,7 @@ class _Reader:
             (self.state.watched_per_step if size > _LARGE else self._watch).add_table(container)
 
     def _read_function(self, function: FunctionType, path: str) -> None:
-        if _is_of_library(function.__module__):
+        if is_of_library(function.__module__):
             self.state.values[path] = Identity(function)
             return
         self.state.values[path] = function.__code__
@@ -342,14 +341,14 @@ class _Reader:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 self._watch.add_cell(cell)
                 self.read(content_of(cell), f"{path}'s {name}")
-            self._read_globals(function.__globals__, _names_in(function.__code__))
+            self._read_globals(function.__globals__, names_in(function.__code__))
 
     def _read_globals(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
         named = tuple(name for name in names if name in namespace)
         self._watch.add_globals(namespace, named)
         for name in named:
             value, path = namespace[name], f"{namespace.get('__name__')}.{name}"
-            if is_a(value, ModuleType) and not _is_of_library(value.__name__):
+            if is_a(value, ModuleType) and not is_of_library(value.__name__):
                 self._watch.add_globals(vars(value), tuple(other for other in names if other in vars(value)))
                 for other in names:
                     self.read(vars(value).get(other), f"{path}.{other}")
@@ -440,20 +439,9 @@ _READERS: tuple[tuple[Any, Callable[[_Reader, Any, str], None]], ...] = (
 """Readers by class: the first match applies. Other objects are read as library objects or as user objects."""
 
 
-def _is_of_library(name: str | None) -> bool:
-    """Returns whether a Python module belongs to a package whose code is assumed constant."""
-    return (name or "builtins").partition(".")[0] in _LIBRARIES
-
-
 def _draws_of_numpy(value: Any) -> Any:
     """Returns the object with the `state` of a generator of numpy, None for any other object."""
     if not type(value).__module__.startswith("numpy.random"):
         return None
     bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
     return bits if hasattr(bits, "state") else None
-
-
-def _names_in(code: CodeType) -> list[str]:
-    """Returns the names of globals and attributes that code and its inner functions use."""
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return list(dict.fromkeys([*code.co_names, *chain.from_iterable(map(_names_in, inner))]))

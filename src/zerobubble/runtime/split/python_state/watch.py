@@ -10,7 +10,7 @@ from operator import is_, itemgetter
 from types import CellType, MemberDescriptorType
 from typing import Any
 
-from zerobubble.runtime.split.python_state.stored import (
+from zerobubble.runtime.values.stored import (
     ABSENT,
     Table,
     behind,

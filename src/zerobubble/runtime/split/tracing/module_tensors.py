@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.python_state.state import Place
-from zerobubble.runtime.split.python_state.stored import copy_of, fill, items_of, put
 from zerobubble.runtime.split.tracing.traceable import is_traceable, kind_of, shared_memory
+from zerobubble.runtime.values.stored import copy_of, fill, items_of, put
 
 
 class TensorCounts(NamedTuple):

@@ -1,0 +1,21 @@
+"""Distinguishes user code from libraries, and finds the names that code uses."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from types import CodeType
+
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
+"""Packages whose code is assumed constant. The thread of tqdm updates its progress bars at any time, which no forward reads."""
+
+
+def is_of_library(name: str | None) -> bool:
+    """Returns whether a Python module belongs to a package whose code is assumed constant."""
+    return (name or "builtins").partition(".")[0] in _LIBRARIES
+
+
+def names_in(code: CodeType) -> list[str]:
+    """Returns the names of globals and attributes that code and its inner functions use."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return list(dict.fromkeys([*code.co_names, *chain.from_iterable(map(names_in, inner))]))

@@ -1,0 +1,343 @@
+"""Places in which Python code keeps what changes: attributes, containers, variables, arrays, tensors, generators and iterators."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from operator import is_
+from types import CellType, GeneratorType, MemberDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.values.memory import is_plain
+from zerobubble.runtime.values.random_state import in_bytes
+from zerobubble.runtime.values.stored import (
+    ABSENT,
+    content_of,
+    entries_of,
+    fill,
+    in_slot,
+    is_a,
+    put_in_array,
+    put_in_cell,
+    put_in_slot,
+)
+
+Content = tuple[Any, ...]
+"""What a place holds: the same objects, or equal states, as long as nothing changes it."""
+
+
+def are_same(one: Content, other: Content) -> bool:
+    """Returns whether two contents of a place are the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+LARGEST = 1 << 24
+"""The bytes of the largest array and tensor that are copied. Larger arrays are assumed constant, such as data sets."""
+
+
+class Place:
+    """One place, the `path` of which names it in errors."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def read(self) -> Content:
+        """Returns the content now."""
+        raise NotImplementedError
+
+    def write(self, content: Content) -> None:
+        """Puts an earlier content back. Raises `InputError` if that is impossible."""
+        raise NotImplementedError
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        """Returns the objects in a content that may have places of their own, each with its path."""
+        return ((f"{self.path}[{i}]", value) for i, value in enumerate(content))
+
+
+class Table(Place):
+    """The entries of a dict."""
+
+    def __init__(self, path: str, table: dict[Any, Any]) -> None:
+        super().__init__(path)
+        self._table = table
+
+    def read(self) -> Content:
+        return entries_of(self._table)
+
+    def write(self, content: Content) -> None:
+        half = len(content) // 2
+        fill(self._table, dict(zip(content[:half], content[half:], strict=True)))
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        half = len(content) // 2
+        return ((f"{self.path}.{key}".lstrip("."), value) for key, value in zip(content[:half], content[half:], strict=True))
+
+
+class Attributes(Place):
+    """The attributes of an object, except those `left_out`. A content begins with their names."""
+
+    def __init__(self, path: str, table: dict[str, Any], left_out: frozenset[str] = frozenset()) -> None:
+        super().__init__(path)
+        self._table = table
+        self._left_out = left_out
+        self._names: tuple[str, ...] = ()
+        self._length = -1
+
+    def read(self) -> Content:
+        table = self._table
+        if len(table) == self._length:
+            try:
+                return (self._names, *map(table.__getitem__, self._names))
+            except KeyError:
+                pass
+        self._names, self._length = tuple(name for name in table if name not in self._left_out), len(table)
+        return (self._names, *map(table.__getitem__, self._names))
+
+    def write(self, content: Content) -> None:
+        names, *values = content
+        for name in [name for name in self._table if name not in self._left_out and name not in names]:
+            del self._table[name]
+        self._table.update(zip(names, values, strict=True))
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return ((f"{self.path}.{name}".lstrip("."), value) for name, value in zip(content[0], content[1:], strict=True))
+
+
+class Items(Place):
+    """The items of a list, deque or set."""
+
+    def __init__(self, path: str, items: Any) -> None:
+        super().__init__(path)
+        self._items = items
+
+    def read(self) -> Content:
+        return entries_of(self._items)
+
+    def write(self, content: Content) -> None:
+        fill(self._items, content)
+
+
+class Variables(Place):
+    """Variables of a namespace, or data attributes of a class, by `names`. `put` and `drop` write to the namespace."""
+
+    def __init__(
+        self,
+        path: str,
+        namespace: Mapping[str, Any],
+        names: Sequence[str],
+        put: Callable[[str, Any], object],
+        drop: Callable[[str], object],
+    ) -> None:
+        super().__init__(path)
+        self._namespace, self._names, self._put, self._drop = namespace, names, put, drop
+
+    def read(self) -> Content:
+        return tuple(map(self._namespace.get, self._names, repeat(ABSENT)))
+
+    def write(self, content: Content) -> None:
+        for name, value, now in zip(self._names, content, self.read(), strict=True):
+            if value is not now:
+                _ = self._drop(name) if value is ABSENT else self._put(name, value)
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return ((f"{self.path}.{name}", value) for name, value in zip(self._names, content, strict=True))
+
+
+def class_place(kind: type, names: Sequence[str]) -> Place:
+    """Returns the place of the data attributes `names` of a class."""
+    return Variables(kind.__name__, vars(kind), names, partial(type.__setattr__, kind), partial(type.__delattr__, kind))
+
+
+def globals_place(namespace: dict[str, Any], names: Sequence[str]) -> Place:
+    """Returns the place of the global variables `names` of a Python module."""
+    return Variables(str(namespace.get("__name__")), namespace, names, namespace.__setitem__, namespace.__delitem__)
+
+
+class Slots(Place):
+    """The attributes of an object of a class with `__slots__`."""
+
+    def __init__(self, path: str, owner: Any, slots: Sequence[MemberDescriptorType]) -> None:
+        super().__init__(path)
+        self._owner, self._slots = owner, slots
+
+    def read(self) -> Content:
+        return tuple([in_slot(slot, self._owner) for slot in self._slots])
+
+    def write(self, content: Content) -> None:
+        for slot, value in zip(self._slots, content, strict=True):
+            put_in_slot(slot, self._owner, value)
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return ((f"{self.path}.{slot.__name__}", value) for slot, value in zip(self._slots, content, strict=True))
+
+
+class Cell(Place):
+    """A variable of a closure."""
+
+    def __init__(self, path: str, cell: CellType) -> None:
+        super().__init__(path)
+        self._cell = cell
+
+    def read(self) -> Content:
+        return (content_of(self._cell),)
+
+    def write(self, content: Content) -> None:
+        put_in_cell(self._cell, content[0])
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return [(self.path, content[0])]
+
+
+class Numbers(Place):
+    """A state that is read as one value, such as the state of a random generator. Equal values are one object."""
+
+    def __init__(self, path: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        super().__init__(path)
+        self._get, self._put = get, put
+        self._last: Content = ()
+
+    def read(self) -> Content:
+        value = self._get()
+        if not self._last or value != self._last[0]:
+            self._last = (value,)
+        return self._last
+
+    def write(self, content: Content) -> None:
+        self._put(content[0])
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return ()
+
+
+class Elements(Place):
+    """The elements of a tensor, noticed by its version: a content is the version and, of a small tensor without a graph, a copy."""
+
+    def __init__(self, path: str, tensor: Tensor) -> None:
+        super().__init__(path)
+        self.tensor = tensor
+        self._is_copied = is_plain(tensor) and not tensor.requires_grad and tensor.numel() * tensor.element_size() <= LARGEST
+        self._last: Content = ()
+
+    def read(self) -> Content:
+        version = self.tensor._version
+        if not self._last or version != self._last[0]:
+            self._last = version, self.tensor.detach().clone() if self._is_copied else None
+        return self._last
+
+    def write(self, content: Content) -> None:
+        if content[0] != self.tensor._version:
+            with torch.no_grad():
+                self.tensor.copy_(self.copy_in(content))
+
+    def copy_in(self, content: Content) -> Tensor:
+        """Returns the elements of an earlier content. Raises `InputError` if they were not copied."""
+        elements: Tensor | None = content[1]
+        if elements is None:
+            raise self.lost()
+        return elements
+
+    def lost(self) -> InputError:
+        """Returns the error for elements that cannot be put back."""
+        return InputError(
+            "a forward changes {place} in place, a {shape} {dtype}, and what was there before is lost",
+            place=self.path,
+            shape=tuple(self.tensor.shape),
+            dtype=str(self.tensor.dtype),
+            remedy="assign a new tensor to an attribute, or keep it in a buffer (register_buffer)",
+        )
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return ()
+
+
+class Position(Place):
+    """The position of an iterator, which cannot be put back."""
+
+    def __init__(self, path: str, iterator: Any) -> None:
+        super().__init__(path)
+        self._iterator = iterator
+        self._last: Content = ()
+
+    def read(self) -> Content:
+        now = _position(self._iterator)
+        if len(now) != len(self._last) or not all(map(_is_same_value, now, self._last)):
+            self._last = now
+        return self._last
+
+    def write(self, content: Content) -> None:
+        kind = type(self._iterator).__name__
+        message = "a forward advances {place}, a {kind}, which cannot be taken back"
+        raise InputError(message, place=self.path, kind=kind, remedy="keep a number or a list instead")
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return ()
+
+
+def _is_same_value(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, (int, str)) and bool(one == other))
+
+
+def _position(iterator: Any) -> Content:
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
+    return (repr(iterator),)
+
+
+def generator_place(path: str, value: Any) -> Place | None:
+    """Returns the place of the state of a random generator of torch, Python or NumPy; None for any other object."""
+    if isinstance(value, torch.Generator):
+        return Numbers(path, lambda: value.get_state().numpy().tobytes(), lambda state: value.set_state(_as_state(state)))
+    if isinstance(value, random.Random):
+        return Numbers(path, value.getstate, value.setstate)
+    if not type(value).__module__.startswith("numpy.random"):
+        return None
+    if hasattr(value, "get_state"):
+        return Numbers(path, lambda: in_bytes(value.get_state()), lambda state: value.set_state(_with_words(state)))
+    bits = getattr(value, "bit_generator", None)
+    return (
+        None if bits is None else Numbers(path, lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
+    )
+
+
+def _with_words(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    kind, words, *rest = state
+    return kind, sys.modules["numpy"].frombuffer(words, dtype="uint32"), *rest
+
+
+def _as_state(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def array_place(path: str, array: Any) -> Place | None:
+    """Returns the place of the bytes of a small, writable object with the buffer protocol; None for any other object."""
+    try:
+        with memoryview(array) as memory:  # a view that is kept would forbid the owner to resize the array
+            if memory.readonly or memory.nbytes > LARGEST:
+                return None
+            memory.tobytes()
+    except (TypeError, ValueError, BufferError, NotImplementedError):
+        return None
+    return Numbers(path, lambda: memoryview(array).tobytes(), lambda content: put_in_array(array, content))
+
+
+def container_place(path: str, value: Any) -> Place | None:
+    """Returns the place of the entries of a dict, list, deque or set; None for any other object."""
+    if is_a(value, dict):
+        return Table(path, value)
+    return Items(path, value) if is_a(value, (list, deque, set)) else None
+
+
+def iterator_place(path: str, value: Any) -> Place | None:
+    """Returns the place of the position of a generator or count; None for any other object."""
+    return Position(path, value) if is_a(value, (GeneratorType, itertools.count)) else None

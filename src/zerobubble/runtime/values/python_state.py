@@ -1,0 +1,272 @@
+"""The Python state that a forward may change, so that it can run again, or as if it had not run.
+
+On one device a forward runs once per microbatch. R runs it a second time, and `profile` and `describe` run it in addition. What it changes
+besides parameters and buffers is found by a walk from the module through
+
+- attributes of modules and of objects of user classes, data attributes of these classes, and containers;
+- closures and defaults of functions, and global variables that user code names;
+- random generators of torch, Python and NumPy, with the global ones of Python and NumPy; arrays and tensors of up to 16 MiB; iterators.
+
+Objects of libraries, such as loggers, are assumed to have no effect on a forward. Comparing a place takes about half a microsecond.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from itertools import chain
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.values.python_objects import is_of_library, names_in
+from zerobubble.runtime.values.python_places import (
+    Attributes,
+    Cell,
+    Content,
+    Elements,
+    Place,
+    Slots,
+    are_same,
+    array_place,
+    class_place,
+    container_place,
+    generator_place,
+    globals_place,
+    iterator_place,
+)
+from zerobubble.runtime.values.stored import attributes_of, entries_of, is_a, slots_of
+
+_ATOMS = (int, float, complex, str, bytes, types.NoneType, Enum, torch.dtype, torch.device, torch.Size, nn.Parameter, ModuleType)
+_CODE = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, buffers, modules and hooks, and its mode."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_MOST_ENTRIES = 2000
+"""The entries of larger containers are assumed to be constant, such as those of data sets; the container itself is not."""
+
+
+class Snapshot(NamedTuple):
+    """The `contents` of the first of `places`; those found since come after them."""
+
+    places: list[Place]
+    contents: list[Content]
+
+
+class PythonState:
+    """The Python state that the code of `roots`, modules and functions, may change."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._roots = roots
+        self._find()
+
+    def _find(self) -> None:
+        self._finder = _Finder(self._roots)
+        self._places: list[Place] = self._finder.places
+        self._contents: list[Content] = []
+        self._read_new()
+        self._num_found = len(self._places)
+
+    def snapshot(self) -> Snapshot:
+        """Returns the state now."""
+        self.update()
+        if len(self._places) > self._num_found:
+            self._find()  # drops the places that are not in use any more, with the activations that they may hold
+        return Snapshot(self._places, list(self._contents))
+
+    def update(self) -> bool:
+        """Reads the state. Returns whether it has changed since it was last read."""
+        now = [place.read() for place in self._places]
+        entries = list(chain.from_iterable(now))
+        if len(entries) == len(self._entries) and all(map(is_, entries, self._entries)):
+            return False
+        changed = [place for place, content, before in zip(self._places, now, self._contents, strict=True) if not are_same(content, before)]
+        self._contents = now
+        for place in changed:
+            self._visit(place, place.read())
+        self._read_new()
+        return True
+
+    def _visit(self, place: Place, content: Content) -> None:
+        if len(content) <= _MOST_ENTRIES:
+            self._finder.visit_all(place.objects(content))
+
+    def _read_new(self) -> None:
+        while len(self._contents) < len(self._places):
+            place = self._places[len(self._contents)]
+            content = place.read()
+            self._contents.append(content)
+            self._visit(place, content)
+        self._entries = list(chain.from_iterable(self._contents))
+
+    @contextmanager
+    def as_in(self, before: Snapshot) -> Iterator[None]:
+        """A context in which the state is that of a snapshot, and after which it is what it was.
+
+        Tensors that have changed since are replaced by copies, since graphs of other microbatches may need them.
+        """
+        now = self.snapshot()
+        put_back(before, replaces_tensors=True)
+        try:
+            yield
+        finally:
+            put_back(now)
+
+
+def put_back(before: Snapshot, *, replaces_tensors: bool = False) -> None:
+    """Restores the contents of a snapshot; with `replaces_tensors`, by copies of tensors whose elements have changed.
+
+    Raises `InputError` for a tensor of which there is no copy, and for an iterator, once all others are restored.
+    """
+    copies = _copies_in(before) if replaces_tensors else {}
+    faults = []
+    for place, content in zip(*before, strict=False):
+        if copies and isinstance(place, Elements):
+            continue
+        now = tuple(copies.get(id(value), value) for value in content) if copies else content
+        if not are_same(place.read(), now):
+            try:
+                place.write(now)
+            except InputError as error:
+                faults.append(error)
+    if faults:
+        raise faults[0]
+
+
+def _copies_in(before: Snapshot) -> dict[int, Tensor]:
+    """Returns, by the `id` of each tensor that has changed since a snapshot, a copy of its elements then.
+
+    Raises `InputError` for one that no place holds directly, so that it cannot be replaced.
+    """
+    pairs = [(place, content) for place, content in zip(*before, strict=False) if isinstance(place, Elements)]
+    changed = {id(place.tensor): (place, content) for place, content in pairs if not are_same(place.read(), content)}
+    held = {id(value) for content in before.contents for value in content} if changed else set()
+    for number, (place, _) in changed.items():
+        if number not in held:
+            raise place.lost()
+    return {number: place.copy_in(content) for number, (place, content) in changed.items()}
+
+
+class _Finder:
+    """Finds the places that can be reached from `roots`, in `places`."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.places: list[Place] = []
+        self._seen: dict[int, Any] = {}
+        """Keeps visited objects alive, since Python reuses the `id` of a freed object."""
+        self._variables: dict[int, set[str]] = {}
+        modules = [root for root in roots if isinstance(root, nn.Module)]
+        self._owned = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        self.visit("random", random._inst)
+        if "numpy" in sys.modules:
+            self.visit("numpy.random", sys.modules["numpy"].random.mtrand._rand)
+        for root in roots:
+            self.visit("", root)
+
+    def visit_all(self, values: Iterable[tuple[str, Any]]) -> None:
+        """Adds the places of several objects, each with its path."""
+        for path, value in values:
+            if not is_a(value, _ATOMS) and id(value) not in self._seen:
+                self.visit(path, value)
+
+    def visit(self, path: str, value: Any) -> None:
+        """Adds the places of an object. Those of the objects that it holds follow when these are read."""
+        if is_a(value, _ATOMS) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if is_a(value, nn.Module):
+            self._visit_module(path, value)
+        elif is_a(value, Tensor):
+            self._visit_tensor(path, value)
+        elif is_a(value, (tuple, frozenset)):
+            items = entries_of(value)
+            self.visit_all((f"{path}[{i}]", item) for i, item in enumerate(items[:_MOST_ENTRIES]))
+        elif is_a(value, _CODE):
+            self._visit_code(path, value)
+        else:
+            self._visit_object(path, value)
+
+    def _visit_module(self, path: str, module: nn.Module) -> None:
+        self.places.append(Attributes(path, vars(module), _OF_EVERY_MODULE))
+        self._visit_class(module)
+        for name, child in (*module._modules.items(), *module._buffers.items()):
+            self.visit(f"{path}.{name}".lstrip("."), child)
+        for hooks in _HOOKS:
+            self.visit_all((f"a hook of {path or 'the module'}", hook) for hook in vars(module)[hooks].values())
+
+    def _visit_tensor(self, path: str, tensor: Tensor) -> None:
+        if id(tensor) in self._owned or tensor.is_inference() or tensor.is_meta:
+            return
+        self.places.append(Elements(path, tensor))
+
+    def _visit_object(self, path: str, value: Any) -> None:
+        container = container_place(path, value)
+        place = container or generator_place(path, value) or iterator_place(path, value)
+        if place is None and is_of_library(type(value).__module__):
+            place = array_place(path, value)
+        if place is not None:
+            self.places.append(place)
+        if not is_of_library(type(value).__module__):
+            self._visit_instance(path, value)
+
+    def _visit_instance(self, path: str, value: Any) -> None:
+        attributes = attributes_of(value)
+        if attributes is not None:
+            self.places.append(Attributes(path, attributes))
+        slots = slots_of(type(value))
+        if slots:
+            self.places.append(Slots(path, value, slots))
+        self._visit_class(value)
+
+    def _visit_class(self, value: Any) -> None:
+        for kind in type(value).__mro__:
+            if id(kind) not in self._seen and not is_of_library(kind.__module__):
+                self._seen[id(kind)] = kind
+                entries = [
+                    (name, entry) for name, entry in vars(kind).items() if not name.startswith("__") or isinstance(entry, FunctionType)
+                ]
+                names = [name for name, entry in entries if not name.startswith("__") and not is_a(entry, _CODE)]
+                if names:
+                    self.places.append(class_place(kind, names))
+                self.visit_all((f"{kind.__name__}.{name}", entry) for name, entry in entries if is_a(entry, _CODE))
+
+    def _visit_code(self, path: str, code: Any) -> None:
+        if isinstance(code, MethodType):
+            self.visit_all(((path, code.__self__), (path, code.__func__)))
+        elif isinstance(code, functools.partial):
+            self.visit_all((path, part) for part in (code.func, code.args, code.keywords))
+        elif isinstance(code, (staticmethod, classmethod)):
+            self.visit(path, code.__func__)
+        elif isinstance(code, property):
+            self.visit(path, code.fget)
+        elif isinstance(code, FunctionType) and not is_of_library(code.__module__):
+            self._visit_function(path, code)
+
+    def _visit_function(self, path: str, function: FunctionType) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":
+                self.places.append(Cell(f"{path}'s {name}", cell))
+        if vars(function):
+            self.places.append(Attributes(path, vars(function)))
+        self.visit_all((path, value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        namespace = function.__globals__
+        named = [(name, namespace[name]) for name in names_in(function.__code__) if name in namespace]
+        self._visit_variables(namespace, [(name, value) for name, value in named if not is_a(value, (*_CODE, ModuleType))])
+        self.visit_all((name, value) for name, value in named if is_a(value, FunctionType))
+
+    def _visit_variables(self, namespace: dict[str, Any], named: Iterable[tuple[str, Any]]) -> None:
+        """Adds the place of global variables that no place has yet."""
+        known = self._variables.setdefault(id(namespace), set())
+        names = [name for name, _ in named if name not in known]
+        known.update(names)
+        if names:
+            self.places.append(globals_place(namespace, names))
