@@ -803,7 +803,7 @@ def test_many_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: st
 
 @pytest.mark.long
 def test_the_program_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
-    (program,) = programs_of("docs/optimizer.md")
+    program, _ = programs_of("docs/optimizer.md")
     printed = run_forked(program, tmp_path, 4)
     assert "Warning" not in (tmp_path / "stderr").read_text(), "a scheduler may step though a rank steps later"
     found = re.fullmatch(r"loss (0\.\d+), norm of the last gradients (0\.\d+)\n", printed)

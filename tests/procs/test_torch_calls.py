@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
-from tests.refusals import raises
+from tests.refusals import raises, states
+from zerobubble.runtime.hooks.torch_calls import COMBINING
 
 
 @pytest.fixture
@@ -48,6 +53,54 @@ def test_clipping_by_the_norm_of_one_rank_is_refused(world: Ranks) -> None:
     for is_kept, norm in world.run(clip_by_torch, ranks=2):
         assert is_kept
         assert norm == pytest.approx(0.1, rel=1e-5)
+
+
+def norms(group: Any) -> dict[str, bool]:
+    """For each call, whether it is refused."""
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        pipe.step(*batch(4))
+        gradients = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+        other = nn.Linear(3, 3)
+        calls: dict[str, Any] = {
+            "gradients": lambda: get_total_norm(gradients),
+            "one gradient": lambda: nn.utils.get_total_norm(gradients[0], math.inf),
+            "parameters": lambda: get_total_norm(pipe.parameters()),
+            "LBFGS": lambda: torch.optim.LBFGS(pipe.parameters()).step(lambda: pipe.step(*batch(4))),
+            "values": lambda: nn.utils.clip_grad_value_(pipe.parameters(), 0.1),
+            "vector": lambda: nn.utils.parameters_to_vector(pipe.parameters()),
+            "other": lambda: get_total_norm(other.parameters()),
+            "measured": lambda: pipe.clip_grad_norm_(math.inf),
+            "LBFGS elsewhere": lambda: torch.optim.LBFGS(other.parameters()).step(lambda: other(torch.ones(3)).sum()),
+        }
+        refused = {name: is_refused(call, group.size()) for name, call in calls.items()}
+        COMBINING.add(__name__)
+        try:
+            refused["combined"] = is_refused(lambda: get_total_norm(gradients), group.size())
+        finally:
+            COMBINING.remove(__name__)
+    return refused
+
+
+def is_refused(call: Any, ranks: int) -> bool:
+    try:
+        call()
+    except zb.InputError as error:
+        states(error, ranks=ranks)
+        return True
+    return False
+
+
+def test_norms_and_optimizers_of_the_whole_model_are_refused(world: Ranks) -> None:
+    for refused in world.run(norms, ranks=2):
+        assert [name for name, is_so in refused.items() if is_so] == ["gradients", "one gradient", "parameters", "LBFGS"]
+    assert not any(world.run(norms, ranks=1)[0].values())
+
+
+def test_the_page_on_optimizers_computes_the_norms_of_one_device(tmp_path: Path) -> None:
+    _, program = programs_of("docs/optimizer.md")
+    for line in run_forked(program, tmp_path, 2).splitlines():
+        mine, whole = map(float, re.findall(r"[\d.]{6,}", line))
+        assert mine == pytest.approx(whole, rel=1e-5)
 
 
 def clip_alone(group: Any) -> float:

@@ -11,5 +11,8 @@ torchtitan's: models and their `parallelize_fn`, data, losses, optimizers, clipp
 
 from zerobubble.integrations.torchtitan.front import pipelined, pipelining_fn
 from zerobubble.integrations.torchtitan.schedule import TitanSchedule
+from zerobubble.runtime.hooks.torch_calls import COMBINING
 
 __all__ = ["TitanSchedule", "pipelined", "pipelining_fn"]
+
+COMBINING.add("torchtitan.distributed.utils")

@@ -9,9 +9,10 @@ from itertools import count
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zerobubble.errors import InputError
 from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.step.runner import StepRunner
 
@@ -45,10 +46,22 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Notifies each runner that owns a parameter of `optimizer`, and then each whose model has one."""
     parameters = list(parameters_of([optimizer]))
     for runner, stepped in owners_of(parameters):
+        _refuse_whole_model(optimizer, runner)
         runner.optimizers.before_step_of(optimizer, stepped)
     for runner in watched_runners():
         if runner.guard.closed is None:
             runner.cut_model.release_before(parameters)
+
+
+def _refuse_whole_model(optimizer: Optimizer, runner: StepRunner) -> None:
+    """Raises `InputError` if `optimizer` computes its step from all parameters or gradients together, and has one rank's share of them."""
+    if isinstance(optimizer, LBFGS) and runner.num_ranks > 1 and runner.guard.closed is None:
+        raise InputError(
+            "{optimizer} computes each step from the gradients of the whole model, and steps the stages of one rank of {ranks}",
+            optimizer=type(optimizer).__name__,
+            ranks=runner.num_ranks,
+            remedy="use an optimizer that computes the step of each parameter by itself, such as AdamW, SGD or Muon",
+        )
 
 
 def owners_of(parameters: Iterable[Tensor]) -> Iterator[tuple[StepRunner, list[Tensor]]]:

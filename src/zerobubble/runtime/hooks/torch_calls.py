@@ -1,13 +1,14 @@
 """Refuses calls of torch that mistake a rank of a pipeline for a replica of the whole model. Their training would be silently wrong.
 
-Both functions are replaced where torch itself looks them up, so it does not matter when and how a program imported what it calls.
+Functions are replaced where torch itself looks them up, so it does not matter when and how a program imported what it calls.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,14 +21,40 @@ from zerobubble.runtime.step.runner import StepRunner
 
 CLIP = "_clip_grads_with_norm_"
 """The function that `torch.nn.utils.clip_grad_norm_` calls. With a norm from the caller, `clip_grads_with_norm_` is another name for it."""
+NORM = "_get_total_norm"
+"""The function that `clip_grad_norm_` calls first, and whose other name is `get_total_norm`: `func` inside of a wrapper."""
+COMBINING: set[str] = set()
+"""Modules that take norms of the gradients of each rank, and combine them over ranks. The integration with their framework adds them."""
 
 
 @cache
 def refuse_calls_for_one_rank() -> None:
-    """Makes torch refuse, while a pipeline of several ranks is open, what `clip` and `iterate` refuse below. It is done once."""
-    if hasattr(clip_grad, CLIP):  # a private function, which a later torch may drop; then its clipping is not refused
+    """Makes torch refuse, while a pipeline of several ranks is open, what `norm`, `clip` and `iterate` refuse below. It is done once."""
+    # Private functions, which a later torch may drop; then their use is not refused.
+    wrapper = getattr(clip_grad, NORM, None)
+    if wrapper is not None and "func" in wrapper.__code__.co_freevars:
+        cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+        cell.cell_contents = _norm(cell.cell_contents)
+    if hasattr(clip_grad, CLIP):
         setattr(clip_grad, CLIP, _clip(getattr(clip_grad, CLIP)))
     DistributedSampler.__iter__ = _iterate(DistributedSampler.__iter__)  # type: ignore[method-assign]
+
+
+def _norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Refuses gradients or parameters of one rank of a pipeline."""
+        held = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if sys._getframe(2).f_globals.get("__name__") not in COMBINING:  # the frame after the wrapper's
+            for runner in watched_runners():
+                parameters = list(runner.parameters())
+                gradients = (runner.gradients.get(parameter) for parameter in parameters)
+                owned = {id(tensor) for tensor in (*parameters, *gradients) if tensor is not None}
+                if _open_ranks(runner) > 1 and any(id(tensor) in owned for tensor in held):
+                    _refuse_norm("the norm", _open_ranks(runner), "max_norm")
+        return original(held, *args, **kwargs)
+
+    return norm
 
 
 def _clip(original: Callable[..., None]) -> Callable[..., None]:
@@ -37,16 +64,21 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
         held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for ranks in map(_open_ranks, (owner for owner, _ in owners_of(held))):
             if ranks > 1:
-                raise InputError(
-                    "clip_grad_norm_ of torch clips by the norm of the stages of one rank of {ranks}",
-                    argument="parameters",
-                    expected="the parameters of the whole model",
-                    ranks=ranks,
-                    remedy=f"call pipe.clip_grad_norm_({max_norm}) on every rank",
-                )
+                _refuse_norm("clip_grad_norm_ of torch clips by the norm", ranks, str(max_norm))
         original(held, max_norm, *args, **kwargs)
 
     return clip
+
+
+def _refuse_norm(what: str, ranks: int, max_norm: str) -> NoReturn:
+    raise InputError(
+        "{what} of the stages of one rank of {ranks} is not the norm of the model",
+        argument="parameters",
+        what=what,
+        expected="the parameters of the whole model",
+        ranks=ranks,
+        remedy=f"call pipe.clip_grad_norm_({max_norm}) on every rank, which returns the norm of all gradients; inf clips nothing",
+    )
 
 
 def _iterate(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
