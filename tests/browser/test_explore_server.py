@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
+from subprocess import PIPE
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -113,6 +119,38 @@ def test_questions_beyond_the_limit_are_refused_with_a_sentence(monkeypatch: pyt
             time.sleep(0.01)
         release.set()
         assert sorted(each.result() for each in asked) == [422] * 3 + [503] * 5
+
+
+ANSWERS_FOREVER = """
+from zerobubble.cli import main
+from zerobubble.explorer import app
+
+def answer(question):
+    print("begun", flush=True)
+    while True:
+        pass
+
+app.answer = answer
+main(["explore", "--port", "0", "--no-browser", "--json"])
+"""
+
+
+def test_ctrl_c_does_not_wait_for_an_answer() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        process = subprocess.Popen([sys.executable, "-c", ANSWERS_FOREVER], stdout=PIPE, stderr=PIPE, text=True)
+        assert process.stdout is not None
+        port = urlsplit(json.loads(process.stdout.readline())["address"]).port
+        assert port is not None
+        asked = threads.submit(status, port, JSON)
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert asked.result() == 503
+        assert process.returncode == 0
+        assert "Traceback" not in errors
 
 
 def test_the_oldest_answers_are_released() -> None:

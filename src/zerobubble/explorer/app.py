@@ -5,6 +5,7 @@ Requests are bounded. A refusal has a sentence and the field at fault.
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -31,6 +31,7 @@ from zerobubble.explorer.page import explorer_html
 from zerobubble.explorer.places import BusyError, Places
 from zerobubble.explorer.question import MOST_TEXT, FieldError, Question, faults_to_list, read_question
 from zerobubble.explorer.searching import Searches, read_search
+from zerobubble.explorer.threads import run_in_daemon
 from zerobubble.explorer.workshop import BLOCK_FORMS, BlockQuestion, Made, made_to_dict, make_block, read_block_question, write_block_form
 
 MOST_BYTES = 2 * MOST_TEXT + 100_000
@@ -111,9 +112,11 @@ def _answered(desk: Desk, respond: Callable[[Asked], Response], read: Callable[[
         try:
             with desk.places.one():
                 question = read(await read_json(request))
-                return await run_sync(respond, question, limiter=desk.working)
+                return await run_in_daemon(desk.working, respond, question)
         except ZeroBubbleError as error:
             return refusal(error)
+        except CancelledError:  # Ctrl-C
+            return refusal(BusyError("the server ends before it has answered: start it again"))
 
     return endpoint
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
-GRACE_S = 2
+GRACE_S = 1
 """Seconds that requests have to end when the server does."""
 
 
