@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import socket
 import subprocess
@@ -70,6 +71,34 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_a_rank(sleeper: s
     assert found.hears_of_failure.wait(LONGEST_S)
     watch.close()
     assert found.ranks == [1]
+
+
+SHOWS_ITSELF = """
+import json
+from zerobubble.runtime.transport.rank_process import this_process
+print(json.dumps(this_process()), flush=True)
+input()
+"""
+
+
+def test_a_process_in_another_time_namespace_has_not_ended() -> None:
+    """It reads start times that its namespace shifts."""
+    shifted = ["unshare", "--time", "--boottime", "100000"]
+    if subprocess.run([*shifted, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs time namespaces, and root")
+    with subprocess.Popen(
+        [*shifted, sys.executable, "-c", SHOWS_ITSELF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        process = RankProcess(*json.loads(other.stdout.readline()))
+        assert process.number == other.pid
+        assert process.started != start_of(other.pid)
+        assert not has_ended(process)
+        found = Report()
+        watch = ProcessWatch({0: this_process(), 1: process}, found.ended)
+        watch.close()
+        assert found.ranks == []
+        other.communicate("")
 
 
 def test_a_process_of_another_machine_is_not_watched(sleeper: subprocess.Popen[bytes]) -> None:

@@ -16,8 +16,9 @@ _ENDED = ("Z", "X")
 class RankProcess(NamedTuple):
     """A rank's process. Numbers are reused, so the start time, `started`, in clock ticks since boot, is part of its identity.
 
-    Numbers are comparable within one `place`: the boot id of a machine, its PID namespace and its host name; empty if unknown. The host
-    name is needed for virtual machines that resume from one snapshot: they share a boot id.
+    Numbers and times are comparable within one `place`: the boot id of a machine, its PID and time namespaces and its host name; empty if
+    unknown. The time namespace shifts the times that a process reads in /proc. The host name is needed for virtual machines that resume
+    from one snapshot: they share a boot id.
     """
 
     number: int
@@ -29,10 +30,18 @@ def this_process() -> RankProcess:
     """Returns the identity of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        place = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {platform.node()}"
+        place = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {_time_namespace()} {platform.node()}"
         return RankProcess(os.getpid(), start_of(os.getpid()), place)
     except OSError:
         return RankProcess(os.getpid(), 0, "")
+
+
+def _time_namespace() -> int:
+    """Returns the number of this process's time namespace, 0 if the kernel has none (before Linux 5.6)."""
+    try:
+        return os.stat("/proc/self/ns/time").st_ino
+    except FileNotFoundError:
+        return 0
 
 
 def start_of(number: int) -> int:
