@@ -161,6 +161,45 @@ def test_what_cannot_be_made_is_refused() -> None:
             ModelFactory(make).make(["a.weight", "a.bias"] if make is on_meta else ["b.weight"])
 
 
+class Uninitialized(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.LazyLinear(4), nn.LazyBatchNorm1d())
+
+
+class OnMeta(nn.Sequential):
+    """Has a buffer outside of its parts, on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.register_buffer("shift", torch.empty(4, device="meta"))
+
+
+def parts_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return OnMeta()
+
+
+@pytest.mark.parametrize("make", [Uninitialized(), Uninitialized])
+def test_a_lazy_module_is_refused_by_name(make: Any) -> None:
+    with raises(zb.InputError, name="1.weight", model="Uninitialized"):
+        zb.split(make, example=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "missing"), [(OnMeta(), "shift"), (OnMeta, "shift"), (parts_on_meta(), "0.weight"), (parts_on_meta, "0.weight")]
+)
+def test_a_model_on_the_meta_device_is_refused_by_the_name_of_a_tensor(make: Any, missing: str) -> None:
+    """The example is not blamed."""
+    with raises(zb.InputError, "meta", missing=missing):
+        zb.split(make, example=torch.ones(2, 4))
+
+
+def test_a_lazy_module_that_has_run_is_cut() -> None:
+    model, x = Uninitialized(), torch.randn(3, 4)
+    model(x)
+    assert zb.split(model, example=x).describe(2).splitlines()[-1].startswith("Proved")
+
+
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_configuration_is_the_model_that_transformers_makes_of_it() -> None:
     transformers = library("transformers")

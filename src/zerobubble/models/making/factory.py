@@ -21,6 +21,7 @@ from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
 from zerobubble.models.making.checkpoint_reads import reading
 from zerobubble.models.making.runs import Making, NeededError, Origins, making_by
+from zerobubble.models.observation.unfit import refuse_lazy
 
 MAKES_A_MODEL = Wanted("a function () -> nn.Module", callable)
 _MOST_RUNS = 20
@@ -55,6 +56,7 @@ class ModelFactory:
             found = _Run(self._function, self._random_state, None if run == _MOST_RUNS else needed, draws=bool(keep))
             if found.is_complete_with(keep):
                 if not keep:
+                    _refuse_without_values(found.left_on_meta())
                     self._needed, self._origins, self.drawn = needed, found.origins_of_parameters(), found.drawn
                 return found.only_with_values_of(keep)
             needed = found.needed
@@ -100,19 +102,30 @@ class _Run:
         assert self._model is not None
         return {name: self._making.origins_in([p]) for name, p in self._model.named_parameters(remove_duplicate=False)}
 
+    def left_on_meta(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers for which the function has computed no values."""
+        assert self._model is not None
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: tensor for name, tensor in named if tensor.is_meta and not self._making.origins_in([tensor])}
+
     def only_with_values_of(self, keep: Collection[str]) -> nn.Module:
         """Returns the model, with all parameters on the meta device except those of `keep`."""
         assert self._model is not None
         kept = {id(parameter) for parameter in _kept(self._model, keep)}
-        lacking = [name for name in keep if dict(self._model.named_parameters(remove_duplicate=False))[name].is_meta]
-        if lacking:
-            raise InputError(
-                "the function that creates the model leaves parameter {missing!r} on the meta device, without values",
-                missing=lacking[0],
-                remedy="let it initialize or load all parameters",
-            )
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        _refuse_without_values({name: named[name] for name in keep if named[name].is_meta})
         _put_on_meta(self._model, kept)
         return self._model
+
+
+def _refuse_without_values(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        raise InputError(
+            "the function that creates the model leaves {kind} {missing!r} on the meta device, without values",
+            kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+            missing=name,
+            remedy="let it initialize or load all parameters and buffers",
+        )
 
 
 def _module(made: object) -> nn.Module:
@@ -120,6 +133,7 @@ def _module(made: object) -> nn.Module:
         raise InputError(
             "zb.split takes a module or a function that returns one, but the function returned a {kind}", kind=type(made).__name__
         )
+    refuse_lazy(made)
     return made
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -162,6 +163,8 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def parameter(self, given: nn.Parameter, name: str) -> nn.Parameter:
         """Returns the parameter to register instead of `given`: itself if it is needed."""
+        if is_lazy(given):
+            return given
         if given not in self._registered:
             origin, is_needed = self.begin("parameter")
             made = given if is_needed or self._has_none(given) else self._without_values(given, name)

@@ -36,9 +36,12 @@ class ModelSource:
         """Raises `InputError` for models that cannot be cut regardless of their code, and for one without values."""
         source = cls(given if isinstance(given, (nn.Module, ModelFactory)) else ModelFactory(given))
         refuse_unfit(source.model)
-        if isinstance(given, nn.Module) and any(parameter.is_meta for parameter in given.parameters()):
+        named = (*given.named_parameters(), *given.named_buffers()) if isinstance(given, nn.Module) else ()
+        without_values = [name for name, tensor in named if tensor.is_meta]
+        if without_values:
             raise InputError(
-                "zb.split was given a model on the meta device, which has no weights",
+                "zb.split was given a model with {missing!r} on the meta device, without values",
+                missing=without_values[0],
                 remedy="give it a function that creates the model with weights, and each rank keeps only those of its own stages",
             )
         return source

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
@@ -25,7 +26,8 @@ _WRAPPERS: dict[type[nn.Module], str] = {
 
 
 def refuse_unfit(model: nn.Module) -> None:
-    """Raises `InputError` for a wrapped, sharded, compiled, quantized or sparse model, naming the module or parameter."""
+    """Raises `InputError` for a lazy, wrapped, sharded, compiled, quantized or sparse model, naming the module or parameter."""
+    refuse_lazy(model)
     _refuse_composed(model)
     for name, module in model.named_modules():
         for kind, reason in _WRAPPERS.items():
@@ -66,6 +68,18 @@ def refuse_unfit(model: nn.Module) -> None:
             kind_of = "quantized" if parameter.is_quantized else f"sparse ({parameter.layout})"
             raise InputError(
                 "parameter {name!r} is {kind_of}, and stages cannot sum and send its gradients", name=name, kind_of=kind_of, remedy=_PLAIN
+            )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises `InputError` for a parameter or buffer that gets its shape in the first forward."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                "{name!r} of {model} is not initialized: a lazy module creates it in its first forward, but a stage must know its shape",
+                name=name,
+                model=type(model).__name__,
+                remedy="call the model once on a batch before zb.split, or in the function that creates it",
             )
 
 
