@@ -25,10 +25,12 @@ from zerobubble.models.making.configuration import CONFIGURATION, is_configurati
 from zerobubble.models.making.exported import EXPORTED, example_of, module_of
 from zerobubble.models.making.factory import MAKES_A_MODEL, ModelFactory
 from zerobubble.models.making.source import ModelSource
+from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import Dataflow
 from zerobubble.models.observation.example import Arguments, arguments_of, own_example
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.operations import parameters_of
+from zerobubble.models.observation.plain_state import ProcessState
 from zerobubble.models.observation.units import Units, blocks_around, find_units
 from zerobubble.models.proof.prove import proved
 from zerobubble.models.proof.tiny import MOST_PROVED
@@ -293,7 +295,7 @@ class ModelSplit:
 
     def _layers_of(self, look: Look, machine: Machine) -> tuple[Layer, ...]:
         units, flow = look
-        with garbage_collection_paused():
+        with garbage_collection_paused(), ProcessState(self._model).restored():
             layers = estimated_layers(units, flow, machine)
         if self._by_hand is None:
             return joined_inside_blocks(joined_in_groups(layers, groups_in_order(flow)))
@@ -368,9 +370,11 @@ class ModelSplit:
 
 
 def _stages_of(model: nn.Module, opened: Collection[str], cut: ModelCut) -> list[nn.Module]:
-    units = find_units(model, opened)
-    observed = ObservedModel(model, units)
-    return [stage_model(model, units, observed, cut, stage) for stage in range(cut.num_stages)]
+    """Returns the stages of copies of `model`, which share only its parameters, as on ranks."""
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    copies = [copy_of(model, dict(parameters)) for _ in range(cut.num_stages)]
+    observed = ObservedModel(model, find_units(model, opened))
+    return [stage_model(each, find_units(each, opened), observed, cut, stage) for stage, each in enumerate(copies)]
 
 
 @overload

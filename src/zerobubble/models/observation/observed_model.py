@@ -30,6 +30,7 @@ from zerobubble.models.observation.all_parameters import refuse_going_through, s
 from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
+from zerobubble.models.observation.plain_state import ProcessState
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
 from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
 from zerobubble.models.observation.source_tracker import SourceTracker, named, storage_of
@@ -40,6 +41,8 @@ from zerobubble.runtime.values.random_state import forked
 
 _REMEMBERED = 64
 """Maximum number of kinds of arguments in the cache."""
+_MODULE = frozenset(nn.Module().__dict__)
+"""Attributes that every module has."""
 
 
 class ObservedModel:
@@ -71,6 +74,9 @@ class ObservedModel:
                 if buffer is not None
             }
         )
+        modules = (self._model.get_submodule(name) for name in units.around)
+        plain = ((name, value) for module in modules for name, value in module.__dict__.items() if name not in _MODULE)
+        self._process = ProcessState(model, plain)
         self._flows: OrderedDict[Any, Dataflow] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -111,7 +117,8 @@ class ObservedModel:
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         self._current.forward = observed = _Observed(source_tracker, self._record)
         try:
-            with forked(self._parameters, around), torch.no_grad(), source_tracker, collecting_losses() as added:
+            restored = self._process.restored()  # the code of parts may change objects outside of their shape-only copies
+            with restored, forked(self._parameters, around), torch.no_grad(), source_tracker, collecting_losses() as added:
                 output = self._model(*args, **kwargs)
                 sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)
         finally:

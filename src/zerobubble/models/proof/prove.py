@@ -20,6 +20,7 @@ from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import UnitCall
 from zerobubble.models.observation.example import Arguments
+from zerobubble.models.observation.plain_state import PlainState, ProcessState, SharedObjects, changed, put_back
 from zerobubble.models.proof.tiny import MOST_PROVED, NoTinyModelError, tiny_models
 from zerobubble.runtime.device import generators_restored
 from zerobubble.runtime.values.random_state import devices_with_generators, states_of
@@ -45,31 +46,63 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
     draws random numbers even in evaluation mode. Returns an empty string after a comparison.
     """
     args, kwargs = pytree.tree_map_only(Tensor, _in_float64, arguments) if in_float64 else arguments
-    types = "in float64" if in_float64 else "in its own types"
+    names = type(model).__name__, "in float64" if in_float64 else "in its own types"
     reason = ""
     for evaluate in (False, True):
         whole, parts = (_copy(model, evaluate=evaluate, in_float64=in_float64) for _ in range(2))
         devices = devices_with_generators(whole, args, kwargs)
-        with generators_restored(devices), torch.enable_grad():
+        uncut = _Uncut(whole, cut)
+        with generators_restored(devices), torch.enable_grad(), uncut.process.restored():
             before = states_of(devices)
             try:
-                with _recording_outputs([whole], cut) as expected:
-                    output = whole(*_copied(args), **_copied(kwargs))
-                draws = states_of(devices) != before
-                _go_backward(output)
+                uncut.run(args, kwargs)
             except Exception as error:  # noqa: BLE001 - not every model runs in float64, and an example need not suit the training mode
-                reason = f"it does not run on its example {types}: {str(error).partition(chr(10))[0][:200]}"
+                reason = f"it does not run on its example {names[1]}: {str(error).partition(chr(10))[0][:200]}"
                 continue
-            if not draws:
-                stages = stages_of(parts)
-                with _recording_outputs(stages, cut) as found:
-                    given = _run(stages, _copied(args), _copied(kwargs))
-                _compare_outputs((type(model).__name__, types), cut, (found, given), (expected, output))
-                _go_backward(given)
-                _compare_gradients(whole, stages, types)
+            if states_of(devices) == before:
+                with adding_causes(uncut.passed_by):
+                    _compare(uncut, stages_of(parts), args, kwargs, names)
                 return ""
             reason = "it draws random numbers even in evaluation mode"
     return reason
+
+
+class _Uncut:
+    """The `whole` model, with the outputs of its parts in each of its forwards, and the state outside of it."""
+
+    def __init__(self, whole: nn.Module, cut: ModelCut) -> None:
+        self.whole = whole
+        self.cut = cut
+        self.process = ProcessState(whole)
+        self.forwards: list[tuple[Noted, Any]] = []
+        self.passed_by: list[str] = []
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs a forward and a backward, and a second forward, which sees what the first one has left."""
+        shared, before = SharedObjects(self.whole, self.cut.stage_of), self.process.now()
+        self._forward(args, kwargs)
+        _go_backward(self.forwards[0][1])
+        with torch.no_grad():
+            self._forward(args, kwargs)
+        self.passed_by = [*shared.changed(), *(f"a forward changes {name}" for name in changed(before))]
+        put_back(before)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with _recording_outputs([self.whole], self.cut) as noted:
+            output = self.whole(*_copied(args), **_copied(kwargs))
+        self.forwards.append((noted, output))
+
+
+def _compare(uncut: _Uncut, stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, str]) -> None:
+    """Runs the stages, each with a state of its own, as the uncut model ran."""
+    states = {number: uncut.process.now() for number in range(len(stages))}
+    for number, expected in enumerate(uncut.forwards):
+        with _recording_outputs(stages, uncut.cut) as noted, torch.set_grad_enabled(number == 0):
+            output = _run(stages, _copied(args), _copied(kwargs), uncut.process, states)
+        _compare_outputs(names, uncut.cut, (noted, output), expected)
+        if number == 0:
+            _go_backward(output)
+            _compare_gradients(uncut.whole, stages, names[1])
 
 
 Noted = dict[UnitCall, list[Tensor]]
@@ -109,9 +142,12 @@ def _recording_outputs(modules: Sequence[nn.Module], cut: ModelCut) -> Iterator[
             handle.remove()
 
 
-def _run(stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], process: ProcessState, states: dict[int, PlainState]
+) -> Any:
     given: Any = None
     for number, stage in enumerate(stages):
+        put_back(states[number])
         try:
             given = stage(*args, **kwargs) if number == 0 else stage(**given)
         except InputError:
@@ -123,6 +159,7 @@ def _run(stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, A
                 reason=str(error),
                 remedy=_REMEDY,
             ) from error
+        states[number] = process.now()
     return given
 
 
@@ -208,6 +245,22 @@ def _size(tensor: Tensor) -> float:
     """Returns the norm of the finite values in `tensor`."""
     size = float(tensor.norm())
     return size if math.isfinite(size) else float(tensor[tensor.isfinite()].norm())
+
+
+@contextmanager
+def adding_causes(causes: Sequence[str]) -> Iterator[None]:
+    """Adds to an `InputError` how parts pass the boundaries of stages by."""
+    try:
+        yield
+    except InputError as error:
+        if not causes:
+            raise
+        raise InputError(
+            "{error}. On ranks, each has its own Python objects: {causes}",
+            error=str(error),
+            causes="; ".join(causes),
+            remedy="let a part return what others need, or pass it as an argument",
+        ) from None
 
 
 _REMEDY = "the model has a dataflow that bypasses its parts; write its stages by hand, as build(stage, num_stages)"
