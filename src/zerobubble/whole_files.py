@@ -34,8 +34,7 @@ def write_text(file: str | Path, text: str) -> None:
         if target.exists() and not target.is_file():
             target.write_text(text, encoding="utf-8", newline="")
             return
-        target = Path(os.path.realpath(target))
-    replace_text(target, text)
+    replace_text(os.path.realpath(target), text)
 
 
 def replace_text(file: str | Path, text: str) -> None:

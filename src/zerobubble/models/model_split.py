@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast, overload
 
@@ -28,6 +29,7 @@ from zerobubble.models.making.source import ModelSource
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import Dataflow
 from zerobubble.models.observation.example import Arguments, arguments_of, own_example
+from zerobubble.models.observation.following import Snapshot
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.operations import parameters_of
 from zerobubble.models.observation.plain_state import ProcessState
@@ -67,13 +69,16 @@ class ModelSplit:
         *,
         inside_blocks: bool = False,
     ) -> None:
+        self._make_again = partial(ModelSplit, source, example, cuts, memory, inside_blocks=inside_blocks)
         self._source = ModelSource.from_given(source)
+        self._state = [Snapshot(module, contents=True) for module in self._modules_of_user()]
         self._units = find_units(self._model)
         self._blocks = self._units.layers
         self._arguments = self._looked_at_with(example)
         self._cuts: dict[int, ModelCut] = {}
         self._opened: frozenset[str] | None = None
         self._other_ways = ""
+        self._has_made = False
         with garbage_collection_paused():  # creating many modules would trigger many full collections
             self._by_hand = self._opened_for(cuts)
             if cuts is None:
@@ -117,11 +122,25 @@ class ModelSplit:
         `first_parts` are the first parts of a plan's stages, used if the user gave no cuts. Called by `Pipeline`.
         """
         made = copy.copy(self)
+        made._renew_if_changed()
         made._schedule, made._cuts, made._proofs, made._layers = schedule, {}, {}, dict(self._layers)
         if self._by_hand is None and first_parts:
             made._by_hand = made._opened_for(tuple(first_parts))
             made._fine, made._layers = (made._units, made._flow), {}
         return made
+
+    def _modules_of_user(self) -> list[nn.Module]:
+        """Returns the modules that the user may change: those of a given model."""
+        return list(self._source.untraced.modules()) if self._source.is_given else []
+
+    def _is_as_observed(self) -> bool:
+        return len(self._modules_of_user()) == len(self._state) and all(snapshot.holds() for snapshot in self._state)
+
+    def _renew_if_changed(self) -> None:
+        """Observes the model anew if it was changed since, before its first stage is made."""
+        if not self._has_made and not self._is_as_observed():
+            self.__dict__.update(self._make_again().__dict__)
+        self._has_made = True
 
     def _opened_for(self, cuts: ByHand | None) -> ByHand | None:
         """Opens the blocks that these cuts are inside of, and returns the cuts. A cut before a block's first part is not inside."""
@@ -179,13 +198,14 @@ class ModelSplit:
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
         """Returns the module of `stage`; raises `InputError` if the model cannot be cut into `num_stages`."""
+        self._renew_if_changed()
         cut = self.cut(num_stages)
         self._refuse_released(cut, stage)
         model, units = self._model, self._units
         if not self._source.is_given:
             model = self._source.as_it_is_cut(self._source.with_numbers(self._names.of_stage(cut, stage)))
             units = find_units(model, self._opened or ())
-        made = stage_model(model, units, self._observed, cut, stage)
+        made = stage_model(model, units, self._observed, cut, stage, self._traced)
         made.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
         if self._source.is_given:
             note_model(made, [self._source.untraced])
@@ -201,6 +221,11 @@ class ModelSplit:
                     name=name,
                     remedy="close that pipeline inside `with zb.gathered(model):`, after which the model is whole, or load a checkpoint",
                 )
+
+    @property
+    def _traced(self) -> nn.Module | None:
+        """The given model of which the model to cut is a trace."""
+        return self._source.untraced if self._source.is_given and self._source.trace is not None else None
 
     def cut(self, num_stages: int) -> ModelCut:
         """Returns the cut into `num_stages`; raises `InputError` if there is none, or if the cut model computes different values."""

@@ -219,6 +219,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     _make_equal(ranks, partial(shared.broadcast_initial_values, are_equal=survivors is not None), "making the copies of stages equal")
     if replicas is not None:
         _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
+    setup.stages.refusals += [each.refuse_other_parameters for each in (shared, replicas) if each is not None]
     copies = watched_copies(setup.stages.modules, shared, replicas)
     return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, copies, seed, options)
 

@@ -29,7 +29,7 @@ def show_all_parameters(made: nn.Module, model: nn.Module, around: Collection[st
             if full.startswith(prefix):
                 first_names.setdefault(id(parameter), full)
         names = set(first_names.values())
-        blanks = _Placeholders({full.removeprefix(prefix): parameter for full, parameter in every if full in names})
+        blanks = _Placeholders(model.get_submodule(name), [full.removeprefix(prefix) for full, _ in every if full in names])
         part = made.get_submodule(name)
         part.__dict__["named_parameters"] = partial(_named_parameters, part, blanks, current)
 
@@ -37,18 +37,24 @@ def show_all_parameters(made: nn.Module, model: nn.Module, around: Collection[st
 class _Placeholders:
     """Lazily created placeholders for missing parameters: most models only read the first one."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        self._forms = {name: (like.shape, like.dtype, like.device, like.requires_grad) for name, like in parameters.items()}
-        self._made: dict[str, nn.Parameter] = {}
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        self._model = model
+        self._names = names
+        self._made: dict[str, tuple[Any, nn.Parameter]] = {}
+
+    def __deepcopy__(self, _: Any) -> _Placeholders:
+        return self
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._forms)
+        return iter(self._names)
 
     def __getitem__(self, name: str) -> nn.Parameter:
-        if name not in self._made:
-            shape, dtype, device, trains = self._forms[name]
-            self._made[name] = nn.Parameter(placeholder_of(shape, dtype, device), requires_grad=trains)
-        return self._made[name]
+        like = self._model.get_parameter(name)
+        form = like.shape, like.dtype, like.device
+        if name not in self._made or self._made[name][0] != (*form, like.requires_grad):
+            made = nn.Parameter(placeholder_of(*form), requires_grad=like.requires_grad)
+            self._made[name] = (*form, like.requires_grad), made
+        return self._made[name][1]
 
 
 def _named_parameters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerobubble.models.observation.copies import copy_of
-from zerobubble.models.observation.units import Units, join
+from zerobubble.models.observation.following import BACKWARD_HOOKS, FORWARD_HOOKS, Changes, Follower, put_entries
+from zerobubble.models.observation.units import Units, belongs_somewhere, join
 from zerobubble.runtime.values.released import is_released
 
 UnitMaker = Callable[[str, nn.Module], nn.Module]
@@ -20,45 +21,196 @@ ParameterMaker = Callable[[str, nn.Parameter], Tensor]
 """`(name, parameter) -> tensor`: creates the replacement of a parameter of the modules around the units."""
 
 
-def assemble(model: nn.Module, units: Units, make_unit: UnitMaker, make_parameter: ParameterMaker) -> nn.Module:
+def assemble(
+    model: nn.Module, units: Units, make_unit: UnitMaker, make_parameter: ParameterMaker, follower: Follower | None = None
+) -> nn.Module:
     """Returns a copy of `model` with all modules under their names; modules around the units are copied without their parameters.
 
     All other modules are deep-copied. A module with several names is copied once. Plain attributes of modules around the units that refer
-    to modules, such as a list of modules or a bound method, refer to the copies.
+    to modules, such as a list of modules or a bound method, refer to the copies. With a `follower`, the copies follow changes of `model`.
     """
-    made: dict[nn.Module, nn.Module] = {}
-    unit_names = {unit: name for name, unit in units.units.items()}
+    return _Assembly(model, units, make_unit, make_parameter, follower).whole
 
-    def make(name: str, given: nn.Module) -> nn.Module:
-        if given not in made:
-            if given in unit_names:
-                made[given] = make_unit(unit_names[given], given)
-            elif name in units.around:
-                made[given] = around(name, given)
+
+class _Assembly:
+    """The copies of a model's modules, of which `whole` is the model's."""
+
+    def __init__(
+        self, model: nn.Module, units: Units, make_unit: UnitMaker, make_parameter: ParameterMaker, follower: Follower | None
+    ) -> None:
+        self.made: dict[nn.Module, nn.Module] = {}
+        self.make_parameter = make_parameter
+        self._names = {unit: name for name, unit in units.units.items()}
+        self._units = units
+        self._make_unit = make_unit
+        self._follower = follower
+        self._refuses_hooks = {"", *units.block_of.values()}
+        self.whole = self.make("", model)
+        for given in list(self.made):
+            if given not in self._names:
+                self.lead_to(given, given.__dict__)
+
+    def make(self, name: str, given: nn.Module) -> nn.Module:
+        """Returns the copy of the module of this name."""
+        if given not in self.made:
+            if given in self._names:
+                self.made[given] = self._make_unit(self._names[given], given)
+            elif name in self._units.around:
+                self.made[given] = self._around(name, given)
             else:
-                made[given] = copy_of(given)
-        return made[given]
+                self.made[given] = self.copied(name, given)
+        return self.made[given]
 
-    def around(name: str, given: nn.Module) -> nn.Module:
+    def is_shared(self, module: nn.Module | None) -> bool:
+        """Returns whether `module` is a part or around parts, or would be one."""
+        return module is not None and (module in self._names or belongs_somewhere(module) or self._is_around(module))
+
+    def _is_around(self, module: nn.Module) -> bool:
+        return any(part in self._names for part in module.modules())
+
+    def _around(self, name: str, given: nn.Module) -> nn.Module:
         copied = shallow(given)
-        copied._modules = {child: None if part is None else make(join(name, child), part) for child, part in given._modules.items()}
+        copied._modules = {child: None if part is None else self.make(join(name, child), part) for child, part in given._modules.items()}
         copied._buffers = {own: None if buffer is None else buffer.clone() for own, buffer in given._buffers.items()}
         copied._parameters = {}
         for own, parameter in given._parameters.items():
-            place(copied, own, parameter if parameter is None else make_parameter(join(name, own), parameter))
+            place(copied, own, parameter if parameter is None else self.make_parameter(join(name, own), parameter))
+        if self._follower is not None:
+            followed = _AroundUnits(self, name, given, copied, refuses_hooks=name in self._refuses_hooks)
+            self._follower.add(name, given, followed, contents=False)
         return copied
 
-    whole = make("", model)
-    for given, copied in made.items():
-        if given not in unit_names:
-            _lead_to(made, copied)
-    return whole
+    def copied(self, name: str, given: nn.Module) -> nn.Module:
+        """Returns a deep copy of a module without parameters; in a stage, the module itself if a forward was replaced on the instance.
+
+        Such a forward may call the module by a reference, and so would not run the copy.
+        """
+        if self._follower is not None and any("forward" in part.__dict__ for part in given.modules()):
+            return given
+        memo: dict[int, Any] = {}
+        found = copy_of(given, memo)
+        for path, module in given.named_modules(prefix=name) if self._follower is not None else ():
+            assert self._follower is not None
+            self._follower.add(path, module, _WithoutParameters(self, path, module, memo[id(module)]), contents=True)
+        return found
+
+    def lead_to(self, given: nn.Module, names: Iterable[str]) -> None:
+        """Sets these plain attributes of a copy to those of `given`, with each module replaced by its copy."""
+        copied = self.made[given]
+        for name in names:
+            if name not in ("_modules", "_parameters", "_buffers") and name in copied.__dict__:
+                copied.__dict__[name] = _with_made(self.made, copied.__dict__[name])
 
 
-def _lead_to(made: Mapping[nn.Module, nn.Module], module: nn.Module) -> None:
-    for name, value in module.__dict__.items():
-        if name not in ("_modules", "_parameters", "_buffers"):
-            module.__dict__[name] = _with_made(made, value)
+class _AroundUnits:
+    """The copy of a module around the units, which shares plain attributes with the module."""
+
+    def __init__(self, assembly: _Assembly, name: str, module: nn.Module, copy: nn.Module, *, refuses_hooks: bool) -> None:
+        self._assembly = assembly
+        self._name = name
+        self._module = module
+        self._copy = copy
+        self._refused_hooks = (*FORWARD_HOOKS, *BACKWARD_HOOKS) if refuses_hooks else ("_backward_hooks",)
+
+    def fault(self, changes: Changes) -> str:
+        entries = changes.entries
+        faults = [kind_fault(self._copy, self._module, changes)]
+        faults += [name.strip("_") for name in ("forward", "_compiled_call_impl") if name in changes.attributes]
+        faults += [f"hooks ({name.strip('_')})" for name in self._refused_hooks if name in entries]
+        faults += [f"parameter {name!r}" for name in entries.get("_parameters", ()) if self._held(name) is None]
+        faults += [f"module {name!r}" for name in entries.get("_modules", ()) if self._is_structural(name)]
+        return ", ".join(filter(None, faults))
+
+    def _held(self, name: str) -> nn.Parameter | None:
+        """Returns the new value of a parameter, None if it came or went."""
+        return self._module._parameters.get(name) if name in self._copy._parameters or name in self._copy.__dict__ else None
+
+    def _is_structural(self, name: str) -> bool:
+        before = {child: part for part, made in self._assembly.made.items() for child, own in self._copy._modules.items() if own is made}
+        return any(map(self._assembly.is_shared, (before.get(name), self._module._modules.get(name))))
+
+    def follow(self, changes: Changes) -> None:
+        if changes.kind:
+            follow_kind(self._copy, self._module)
+        follow_children(self._copy, self._module, changes, lambda name, part: self._assembly.make(join(self._name, name), part))
+        for name in changes.entries.get("_parameters", ()):
+            parameter = self._held(name)
+            assert parameter is not None
+            place(self._copy, name, self._assembly.make_parameter(join(self._name, name), parameter))
+        put_entries(self._copy, self._module, changes, ("_buffers",), _cloned)
+        put_entries(self._copy, self._module, changes, FORWARD_HOOKS, lambda hook: hook)
+        for name in changes.attributes:
+            self._copy.__dict__.pop(name, None)
+            if name in self._module.__dict__:
+                self._copy.__dict__[name] = self._module.__dict__[name]
+        self._assembly.lead_to(self._module, changes.attributes)
+
+
+class _WithoutParameters:
+    """The deep copy of a module without parameters."""
+
+    def __init__(self, assembly: _Assembly, name: str, module: nn.Module, copy: nn.Module) -> None:
+        self._assembly = assembly
+        self._name = name
+        self._module = module
+        self._copy = copy
+
+    def fault(self, changes: Changes) -> str:
+        faults = [kind_fault(self._copy, self._module, changes), *(["forward"] if "forward" in changes.attributes else [])]
+        faults += [f"parameter {name!r}" for name in changes.entries.get("_parameters", ())]
+        children = ((name, self._module._modules.get(name)) for name in changes.entries.get("_modules", ()))
+        faults += [f"module {name!r}" for name, child in children if self._assembly.is_shared(child)]
+        return ", ".join(filter(None, faults))
+
+    def follow(self, changes: Changes) -> None:
+        if changes.kind:
+            follow_kind(self._copy, self._module)
+        follow_children(self._copy, self._module, changes, lambda name, part: self._assembly.copied(join(self._name, name), part))
+        put_entries(self._copy, self._module, changes, ("_buffers",), _cloned)
+        put_entries(self._copy, self._module, changes, (*FORWARD_HOOKS, *BACKWARD_HOOKS), lambda hook: hook)
+        for name in changes.attributes:
+            self._copy.__dict__.pop(name, None)
+            if name in self._module.__dict__:
+                self._copy.__dict__[name] = copy_of(self._module.__dict__[name])
+
+
+def follow_children(copy: nn.Module, module: nn.Module, changes: Changes, make: Callable[[str, nn.Module], nn.Module]) -> None:
+    """Gives a copy the children of `module` in their order, with copies made for those that have changed."""
+    changed, before = changes.entries.get("_modules", []), dict(copy._modules)
+    if changed:
+        copy._modules.clear()
+    for name, part in module._modules.items() if changed else ():
+        copy._modules[name] = None if part is None else make(name, part) if name in changed else before[name]
+
+
+_OWN = "_zb_own"
+
+
+def with_own(kind: type[nn.Module], own: dict[str, Any]) -> type[nn.Module]:
+    """Returns a class of the name of `kind`, derived from it, with the members `own` in addition."""
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**own, **named, _OWN: own})
+
+
+def own_class(module: nn.Module) -> Any:
+    """Returns the class of `module` that `with_own` has made; tools such as `fully_shard` derive another from it."""
+    return next(kind for kind in type(module).__mro__ if _OWN in vars(kind))
+
+
+def kind_fault(copy: nn.Module, module: nn.Module, changes: Changes) -> str:
+    """Returns a fault if `copy` cannot get the class of `module`: if a tool has changed either."""
+    is_of_tool = any(kind.__module__.startswith("torch.distributed") for kind in (*type(module).__mro__, *type(copy).__mro__))
+    return "the class" if changes.kind and is_of_tool else ""
+
+
+def follow_kind(copy: nn.Module, module: nn.Module) -> None:
+    """Gives a copy the class of `module`, with the own members of the class of the copy."""
+    own = vars(type(copy)).get(_OWN)
+    copy.__class__ = type(module) if own is None else with_own(type(module), own)
+
+
+def _cloned(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
 
 
 def _with_made(made: Mapping[nn.Module, nn.Module], value: Any, depth: int = 3) -> Any:
@@ -104,15 +256,6 @@ def shallow(module: nn.Module) -> nn.Module:
     # An observed model and a released one have bound versions, which refer to their own modules.
     for name in ("named_parameters", "named_modules", "_apply"):
         made.__dict__.pop(name, None)
-    for name in (
-        "_modules",
-        "_parameters",
-        "_buffers",
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-    ):
+    for name in ("_modules", "_parameters", "_buffers", *FORWARD_HOOKS):
         made.__dict__[name] = module.__dict__[name].copy()
     return made

@@ -29,13 +29,15 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.all_parameters import refuse_going_through, show_all_parameters
 from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
+from zerobubble.models.observation.following import Snapshot, frozen_in
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.plain_state import ProcessState
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
 from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
 from zerobubble.models.observation.source_tracker import SourceTracker, named, storage_of
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, not_of_the_model, placeholder, placeholder_like
-from zerobubble.models.observation.units import Units, join
+from zerobubble.models.observation.units import Units, join, modules_outside
+from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.random_state import forked
 
@@ -50,15 +52,24 @@ class ObservedModel:
 
     def __init__(self, model: nn.Module, units: Units) -> None:
         self.shape_only_by_name = shape_only_units(units.units)
+        self._given = model
+        self._units = units
         self._current = Current()
+        self._had_hooks = models_with_hooks(model)
+        self.has_hooks: frozenset[str] = frozenset()
+        self._flows: OrderedDict[Any, Dataflow] = OrderedDict()
+        self._lock = threading.Lock()
+        self._assemble()
+
+    def _assemble(self) -> None:
+        """Copies the modules around the units, as they are now."""
+        model, units = self._given, self._units
         self._parameters: dict[str, Tensor] = {}
         self._stand_ins: dict[str, nn.Module] = {}
+        self._flows.clear()
         self._holders = _holders_of_buffers(units)
         self._model = assemble(model, units, self._stand_in, self._placeholder_parameter)
         show_all_parameters(self._model, model, units.around, self._current)
-        self._around = units.around
-        self._had_hooks = models_with_hooks(model)
-        self.has_hooks: frozenset[str] = frozenset()
         refuse_going_through(self._model, self._current)
         self._modes = [(module, module.training) for module in self._model.modules()]
         # Weak: a unit may replace its buffer, and a new tensor may get the id of a freed one.
@@ -74,11 +85,21 @@ class ObservedModel:
                 if buffer is not None
             }
         )
-        modules = (self._model.get_submodule(name) for name in units.around)
-        plain = ((name, value) for module in modules for name, value in module.__dict__.items() if name not in _MODULE)
+        around = (self._model.get_submodule(name) for name in units.around)
+        plain = ((name, value) for module in around for name, value in module.__dict__.items() if name not in _MODULE)
         self._process = ProcessState(model, plain)
-        self._flows: OrderedDict[Any, Dataflow] = OrderedDict()
-        self._lock = threading.Lock()
+        outside = modules_outside(model, units).items()
+        self._snapshots = [Snapshot(module, contents=name not in units.around) for name, module in outside]
+        self._forms = [_form_of(unit) for unit in units.units.values()]
+
+    def follow(self) -> None:
+        """Observes anew what code around the units may do otherwise, if the model was changed."""
+        with self._lock:
+            is_same = all(snapshot.holds() for snapshot in self._snapshots) and not any(
+                shape_only.is_read_differently() for shape_only in self.shape_only_by_name.values()
+            )
+            if not is_same or self._forms != [_form_of(unit) for unit in self._units.units.values()]:
+                self._assemble()
 
     def _stand_in(self, name: str, unit: nn.Module) -> nn.Module:
         stand_in = self._stand_ins[name] = StandIn(self.shape_only_by_name[name], self._current)
@@ -146,7 +167,7 @@ class ObservedModel:
         with not_of_the_model(self._current):
             missing = models_with_hooks(self._model) - self._had_hooks - self.has_hooks
         if missing:
-            units = Units(self._stand_ins, self._around, frozenset())
+            units = Units(self._stand_ins, self._units.around, frozenset())
             model = assemble(self._model, units, lambda name, _: self.shape_only_by_name[name].unit, lambda _, parameter: parameter)
             install_hooks(model, missing)
             self.has_hooks |= missing
@@ -228,6 +249,11 @@ class _Observed:
         return calls
 
 
+def _form_of(unit: nn.Module) -> tuple[Any, ...]:
+    """Returns what code around the units may see of a unit besides its attributes: its class, mode and parameters."""
+    return type(unit), unit.training, list(map(Identity, unit._parameters.values())), frozen_in(unit)
+
+
 def _holders_of_buffers(units: Units) -> dict[tuple[str, str], frozenset[str]]:
     """Returns for each buffer of a unit, by unit and name, all units that hold that buffer."""
     holders: dict[int, set[str]] = defaultdict(set)
@@ -248,8 +274,9 @@ def _sole_holders(model: nn.Module, units: Units, shape_only_by_name: Mapping[st
             holders[parameter].add(name)
     found: dict[Tensor, str] = {}
     for name, unit in units.units.items():
-        pairs = zip(unit.parameters(), shape_only_by_name[name].unit.parameters(), strict=True)
-        found |= {placeholder: name for parameter, placeholder in pairs if holders[parameter] == {name}}
+        now = dict(unit.named_parameters())  # the unit may have got others since
+        named = shape_only_by_name[name].unit.named_parameters()
+        found |= {placeholder: name for own, placeholder in named if own in now and holders[now[own]] == {name}}
     return found
 
 

@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
+from zerobubble.models.observation.following import contents_of, modules_inside
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.recording import recording_separately, recording_state
 from zerobubble.models.observation.source_tracker import is_mark
@@ -61,14 +63,32 @@ class ShapeOnlyUnit:
 
     def __init__(self, name: str, unit: nn.Module, shared: ResultCache[Seen], memo: dict[int, Any]) -> None:
         self.name = name
-        self.was_training = unit.training
+        self.original = unit
         self.unit = copy_of(unit, memo)
+        self._at_first = dict(unit.__dict__)
+        self._contents: dict[str, list[Any]] = {}
+        self._read: dict[str, Any] = {}
         self._shared = shared
         self._remembered: OrderedDict[tuple[Any, ...], Seen] = OrderedDict()
         self.forward_is_called = False
         """Whether the model's code has called the unit's `forward` directly instead of the module."""
         self._by_numbers: set[tuple[Any, ...]] = set()
         """Kinds of arguments whose values the unit reads."""
+
+    def attribute(self, name: str) -> Any:
+        """Returns an attribute for code around the units: the one of the shape-only unit, unless the user has changed it since."""
+        self._read[name] = value = self._attribute(name)
+        return value
+
+    def _attribute(self, name: str) -> Any:
+        now, before = self.original.__dict__.get(name), self._at_first.get(name)
+        if now is before and contents_of(now) == self._contents.setdefault(name, contents_of(now)):
+            return getattr(self.unit, name)
+        return getattr(self.unit, name) if isinstance(now, (Tensor, nn.Module, MethodType)) or modules_inside(now) else now
+
+    def is_read_differently(self) -> bool:
+        """Returns whether an attribute has changed since code around the units read it."""
+        return any(self._attribute(name) is not value for name, value in self._read.items() if name in self.original.__dict__)
 
     def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Seen:
         """Returns the effect of the unit for arguments of these shapes.

@@ -45,7 +45,7 @@ def not_of_the_model(current: Current) -> Iterator[None]:
 
 
 class StandIn(nn.Module):
-    """Replaces a unit, without its parameters. Other attributes, such as a layer's type, are those of the unit.
+    """Replaces a unit, without its parameters. Other attributes, such as a layer's type, are those that the unit has now.
 
     `isinstance` accepts it as the unit's class, which a model's code may check.
     """
@@ -53,12 +53,12 @@ class StandIn(nn.Module):
     def __init__(self, shape_only: ShapeOnlyUnit, current: Current) -> None:
         super().__init__()
         self.shape_only = shape_only
-        self.training = shape_only.was_training
+        self.training = shape_only.original.training
         self._current = current
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self.shape_only.unit)
+        return type(self.shape_only.original)
 
     def __setattr__(self, name: str, value: Any) -> None:
         forward = getattr(self.__dict__.get("_current"), "forward", None)
@@ -70,7 +70,7 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["shape_only"].unit, name)
+            return self.__dict__["shape_only"].attribute(name)
 
     def register_forward_hook(self, *_: Any, **__: Any) -> RemovableHandle:
         """Registers nothing: hooks run on the stage of the unit."""

@@ -134,7 +134,7 @@ def _opened(name: str, module: nn.Module, on_the_way: set[str]) -> Iterator[str]
     """Yields the names in `on_the_way`, and of containers there that cannot be called, such as a list of lists or of parameters."""
     for child_name, child in module.named_children():
         full = join(name, child_name)
-        if full in on_the_way or (_belongs_somewhere(child) and not _is_callable(child)):
+        if full in on_the_way or (belongs_somewhere(child) and not _is_callable(child)):
             yield full
             yield from _opened(full, child, on_the_way)
 
@@ -153,8 +153,14 @@ def _units_in(name: str, module: nn.Module, around: frozenset[str]) -> Iterator[
         full = join(name, child_name)
         if full in around:
             yield from _units_in(full, child, around)
-        elif _belongs_somewhere(child):
+        elif belongs_somewhere(child):
             yield full, child
+
+
+def modules_outside(model: nn.Module, units: Units) -> dict[str, nn.Module]:
+    """Returns the modules that are neither units nor inside of one, by their first names."""
+    inside = {part for unit in units.units.values() for part in unit.modules()}
+    return {name: module for name, module in model.named_modules() if name in units.around or module not in inside}
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -162,7 +168,7 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _belongs_somewhere(module: nn.Module) -> bool:
+def belongs_somewhere(module: nn.Module) -> bool:
     """Returns whether only one stage may run `module`.
 
     True if it has parameters, receives them from a traced model, or changes buffers in training, as a batch norm does.

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -21,9 +22,18 @@ from torch.utils.hooks import RemovableHandle
 from zerobubble.errors import InputError
 from zerobubble.models.cutting.cut import Crossings, ModelCut, crossings
 from zerobubble.models.observation.all_parameters import show_all_parameters
-from zerobubble.models.observation.assembly import assemble, give_tensors, shallow
+from zerobubble.models.observation.assembly import (
+    ParameterMaker,
+    assemble,
+    follow_kind,
+    give_tensors,
+    kind_fault,
+    own_class,
+    with_own,
+)
 from zerobubble.models.observation.dataflow import Dataflow, UnitCall
 from zerobubble.models.observation.example import refuse_sums, without_cache
+from zerobubble.models.observation.following import Changes, Follower
 from zerobubble.models.observation.handed_mappings import Put, entries_like, mappings_in, put_into
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.recording import Recorder, install_hooks
@@ -138,10 +148,6 @@ class _Current(Current):
 
     forward: StageForward
 
-    def __init__(self) -> None:
-        self.notes: list[tuple[nn.Module, int]] = []
-        """The units with a hook that records their calls, and the hook's id."""
-
     def enter_unit(self) -> None:
         """Begins a unit of the stage. Without a current forward, the backward pass is recomputing it."""
         forward = getattr(self, "forward", None)
@@ -163,11 +169,11 @@ class _Boundaries:
         self._has_hooks: frozenset[str] = frozenset()
         self._called_as_modules: set[str] = set()
 
-    def crossings(self, model: nn.Module, current: _Current, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
+    def crossings(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
         """Returns what crosses the boundaries in a forward with these arguments of the model."""
         with making_tensors():
             flow = self._observed.flow(args, kwargs, training=model.training)
-        self._record(model, current)
+        self._record(model)
         found = self._of_flows.get(id(flow))
         if found is None:
             self._have_modules_called(model)
@@ -183,26 +189,30 @@ class _Boundaries:
                 self._called_as_modules.add(name)
                 _call_as_module(model.get_submodule(name))
 
-    def _record(self, model: nn.Module, current: _Current) -> None:
-        """Installs recording hooks in the stage's units if forwards record outputs, before the hooks that record their calls."""
+    def _record(self, model: nn.Module) -> None:
+        """Installs recording hooks in the stage's units if forwards record outputs."""
         if self._has_hooks != self._observed.has_hooks:
             install_hooks(model, self._observed.has_hooks - self._has_hooks)
             self._has_hooks = self._observed.has_hooks
-            for unit, number in current.notes:
-                unit._forward_hooks[number] = unit._forward_hooks.pop(number)  # moves it to the end
 
 
-def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: ModelCut, stage: int) -> nn.Module:
+def stage_model(
+    model: nn.Module, units: Units, observed: ObservedModel, cut: ModelCut, stage: int, traced: nn.Module | None = None
+) -> nn.Module:
     """Returns stage `stage` of `model`: a module of the model's class, with the model's parameter names.
+
+    If `model` is a trace, `traced` is the user's model, whose changes are refused except for the mode and values of tensors.
 
     The first stage is called like the model. It returns a dict, which becomes the named arguments of the next stage: the model's arguments,
     and the outputs of units that cross the boundary. The last stage returns the model's output.
     """
-    current = _Current()
-    made = assemble(model, units, _unit_maker(observed, cut, stage, current), _parameter_maker(cut, stage))
+    current, follower, of_traced = _Current(), Follower(), Follower()
+    if traced is not None:
+        for name, module in traced.named_modules():
+            of_traced.add(name, module, _InTrace(name, module, traced, model), contents=True)
+    made = assemble(model, units, _unit_maker(observed, cut, stage, current, follower), _parameter_maker(cut, stage), follower)
     show_all_parameters(made, model, units.around, current)
     boundaries = _Boundaries(observed, cut, stage)
-    kind = type(model)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         crossed: list[Leaves] = []
@@ -212,7 +222,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
         else:
             refuse_sums(kwargs)
             kwargs = without_cache(self, kwargs)
-        crossing = boundaries.crossings(self, current, args, kwargs)
+        crossing = boundaries.crossings(self, args, kwargs)
         if stage == 0 and crossing.shares_draws:
             seed = drawn_seed()
         original = (args, kwargs)
@@ -225,9 +235,9 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
         progress = current.forward = StageForward(crossing.flow, received, last_call, draws)
         try:
             if boundaries.is_last:
-                return kind.forward(self, *args, **kwargs)
+                return super(own_class(self), self).forward(*args, **kwargs)
             if last_call is not None:
-                kind.forward(self, *args, **kwargs)
+                super(own_class(self), self).forward(*args, **kwargs)
         except _StageIsDoneError:
             pass
         finally:
@@ -243,89 +253,162 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
             args, kwargs, *_ = _unpacked(stage, kwargs)
         else:
             kwargs = without_cache(self, kwargs)
-        if boundaries.crossings(self, current, args, kwargs).shares_draws:
+        if boundaries.crossings(self, args, kwargs).shares_draws:
             raise InputError(
                 "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, "
                 "but a traced stage cannot share random numbers",
                 remedy="train without dropout there, or use split='deferred' for the stage",
             )
 
+    def follow_model(self: nn.Module) -> None:
+        """Makes the changes of the model since the last call in this stage; see `Follower.follow`."""
+        with making_tensors():
+            of_traced.follow()
+            follower.follow()
+            observed.follow()
+
     def model_parts(self: nn.Module) -> list[Part]:
         """Returns the units of this stage."""
         names = [name for name, home in cut.stage_of.items() if home == stage]
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
-    own = {
-        "forward": forward,
-        "_before_tracing": before_tracing,
-        "model_parts": model_parts,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    made.__class__ = type(kind.__name__, (kind,), own)
+    own = {"forward": forward, "_before_tracing": before_tracing, "follow_model": follow_model, "model_parts": model_parts}
+    made.__class__ = with_own(type(model), own)
     return made
 
 
-def _unit_maker(observed: ObservedModel, cut: ModelCut, stage: int, current: _Current) -> Callable[[str, nn.Module], nn.Module]:
+def _unit_maker(
+    observed: ObservedModel, cut: ModelCut, stage: int, current: _Current, follower: Follower
+) -> Callable[[str, nn.Module], nn.Module]:
     def make(name: str, unit: nn.Module) -> nn.Module:
         if cut.stage_of[name] == stage:
-            return _own_unit(name, unit, current)
+            made = _own_unit(name, unit, current)
+            follower.add(name, unit, _OwnUnit(unit, made), contents=False)
+            return made
         stand_in = RemoteUnit(observed.shape_only_by_name[name], current)
         give_tensors(stand_in, name, unit, _parameter_maker(cut, stage))
+        follower.add(name, unit, _Remote(name, unit, stand_in, _parameter_maker(cut, stage)), contents=False)
         return stand_in
 
     return make
 
 
 def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
-    """Returns a unit of this stage that records its calls.
+    """Returns a unit of this stage that records its calls: another module with the same `__dict__`, so that all changes are common to both.
 
-    A class with a custom `__call__`, such as the checkpointed layers of Transformers, is wrapped outside of it: code inside runs a second
-    time in the backward pass. So is a unit with backward hooks, which torch calls after all others, and a compiled unit, which would
-    compile a hook. Any other unit gets a hook and keeps its class, by which layers with deferred weight gradients are recognized.
+    It records them outside of the class's own `__call__`, such as that of the checkpointed layers of Transformers: code inside runs a
+    second time in the backward pass.
     """
-    is_compiled = unit._compiled_call_impl is not None
-    made = _one_with(unit) if is_compiled else shallow(unit)
-    kind = type(unit)
-    if kind.__call__ is nn.Module.__call__ and not (is_compiled or unit._backward_hooks or unit._backward_pre_hooks):
-        made.register_forward_pre_hook(lambda *_: current.enter_unit())
-        handle = made.register_forward_hook(
-            lambda _, args, kwargs, output: current.forward.note(name, args, kwargs, output) if hasattr(current, "forward") else None,
-            with_kwargs=True,
-        )
-        current.notes.append((made, handle.id))
-        return made
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current.enter_unit()
-        if is_compiled:
-            unit.training = self.training
-        output = kind.__call__(self, *args, **kwargs)
+        output = super(own_class(self), self).__call__(*args, **kwargs)
         return current.forward.note(name, args, kwargs, output) if hasattr(current, "forward") else output
 
-    made.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    made: nn.Module = object.__new__(with_own(type(unit), {"__call__": call}))
+    made.__dict__ = unit.__dict__
     return made
 
 
-def _one_with(unit: nn.Module) -> nn.Module:
-    """Returns another module with the same `__dict__`: `compile()` has compiled calls of `unit`, which then sees changes made here."""
-    made: nn.Module = object.__new__(type(unit))
-    made.__dict__.update(unit.__dict__)
-    return made
+class _OwnUnit(NamedTuple):
+    """A unit of this stage, which has another class than the `module` of the model."""
+
+    module: nn.Module
+    copy: nn.Module
+
+    def fault(self, changes: Changes) -> str:
+        return kind_fault(self.copy, self.module, changes)
+
+    def follow(self, changes: Changes) -> None:
+        if changes.kind:
+            follow_kind(self.copy, self.module)
+
+
+class _Remote(NamedTuple):
+    """The stand-in for a unit of another stage, with the parameters and the mode of the unit."""
+
+    name: str
+    module: nn.Module
+    copy: RemoteUnit
+    make_parameter: ParameterMaker
+
+    def fault(self, _: Changes) -> str:
+        return ""
+
+    def follow(self, changes: Changes) -> None:
+        self.copy.training = self.module.training
+        for name in (*changes.entries.get("_parameters", ()), *changes.entries.get("_buffers", ())):
+            self.copy._parameters.pop(name, None)
+            self.copy.__dict__.pop(name, None)
+        give_tensors(self.copy, self.name, self.module, self.make_parameter)
+
+
+class _InTrace(NamedTuple):
+    """A `module` of a traced model `root`, of which `trace` has the operations, the tensors, and the mode."""
+
+    name: str
+    module: nn.Module
+    root: nn.Module
+    trace: nn.Module
+
+    def fault(self, changes: Changes) -> str:
+        faults = ["the class"] * changes.kind + [f"attribute {name!r}" for name in changes.attributes if name != "training"]
+        tensors = {**self.module._parameters, **self.module._buffers}
+        for kind, names in changes.entries.items():
+            if kind not in ("_modules", "_parameters", "_buffers"):
+                faults.append(f"hooks ({kind.strip('_')})")
+                continue
+            faults += [f"{kind.strip('_')} {name!r}" for name in names if kind == "_modules" or not self._has(tensors.get(name), name)]
+        if "training" in changes.attributes and self.module.training is not self.root.training:
+            faults.append("the mode")
+        return ", ".join(faults)
+
+    def _has(self, tensor: Tensor | None, name: Any) -> bool:
+        """Returns whether the trace has this tensor of the module."""
+        if tensor is None:
+            return False
+        full = f"{self.name}.{name}" if self.name else name
+        find = self.trace.get_parameter if isinstance(tensor, nn.Parameter) else self.trace.get_buffer
+        return find(full) is tensor
+
+    def follow(self, changes: Changes) -> None:
+        if not self.name and "training" in changes.attributes:
+            self.trace.train(self.module.training)
 
 
 def _call_as_module(unit: nn.Module) -> None:
-    """Redirects calls of the `forward` of `unit` to the module, so that its hooks run."""
-    run, entered = unit.forward, []
-    unit.register_forward_pre_hook(lambda *_: entered.append(True))
+    """Redirects calls of the `forward` of `unit`, a unit of this stage, to the module, so that its hooks run."""
+    kind = own_class(unit)
+    forward = _ForwardOfModule(kind.forward)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not entered:
-            return unit(*args, **kwargs)
-        entered.clear()
-        return run(*args, **kwargs)
+    def call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward.entered.append(self)
+        return super(kind, self)._call_impl(*args, **kwargs)
 
-    unit.__dict__["forward"] = forward
+    kind._call_impl, kind.forward = call_impl, forward
+
+
+class _ForwardOfModule:
+    """The attribute `forward` of a unit: inside of a call of the module, its forward; otherwise a function that calls the module."""
+
+    def __init__(self, of_class: Callable[..., Any]) -> None:
+        self._of_class = of_class
+        self.entered: list[nn.Module] = []
+
+    def __get__(self, unit: nn.Module | None, kind: type | None = None) -> Callable[..., Any]:
+        if unit is None:
+            return self._of_class
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.entered:
+                return unit(*args, **kwargs)
+            self.entered.clear()
+            return unit.__dict__.get("forward", partial(self._of_class, unit))(*args, **kwargs)
+
+        return forward
+
+    def __set__(self, unit: nn.Module, value: Any) -> None:
+        unit.__dict__["forward"] = value
 
 
 def _parameter_maker(cut: ModelCut, stage: int) -> Callable[[str, nn.Parameter], Tensor]:
@@ -361,7 +444,7 @@ class RemoteUnit(StandIn):
 
     @property
     def __class__(self) -> type:
-        return type(self.shape_only.unit)
+        return type(self.shape_only.original)
 
     @__class__.setter
     def __class__(self, kind: type) -> None:

@@ -128,6 +128,19 @@ class Replicas(StepHook):
         self._complete: set[nn.Parameter] = set()
         self.completes_at_end = frozenset(parameter for parameter in trained(modules) if self._left[parameter])
 
+    def refuse_other_parameters(self) -> None:
+        """Raises `InputError` for a trained parameter that stages did not have when the pipeline was created: nothing sums it."""
+        for stage, module in self._modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and parameter not in self._left:
+                    raise InputError(
+                        "parameter {name!r} of stage {stage} was replaced or added since the pipeline was created, but replicas only "
+                        "sum gradients of parameters from then",
+                        name=name,
+                        stage=stage,
+                        remedy="change its values in place, as load_state_dict does without assign=True, or create a new pipeline",
+                    )
+
     @changing_weights()
     def broadcast_initial_values(self) -> None:
         """Copies parameters and buffers from the first replica to all. Raises the same `InputError` on all if shapes or types differ."""

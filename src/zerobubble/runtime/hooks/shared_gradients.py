@@ -193,12 +193,11 @@ class SharedGradients(StepHook):
 
     def on_step_begin(self, step: TrainingStep) -> None:
         """Sets the gradients of earlier steps aside."""
-        self._refuse_other_parameters()
         self._earlier.set_aside(dict.fromkeys(self._parameters.values()))
         self._unfinished = set(self._stages)
         self._unsent = list(self._sums)
 
-    def _refuse_other_parameters(self) -> None:
+    def refuse_other_parameters(self) -> None:
         """Raises `InputError` if a stage's parameters have changed since the pipeline was created, when the groups were made."""
         for stage in self._stages:
             now = dict(self._modules[stage].named_parameters(remove_duplicate=False))

@@ -15,6 +15,7 @@ from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
 from zerobubble.runtime.device import of_kind
 from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputeLevels
@@ -36,6 +37,15 @@ class CutsForSchedules(Protocol):
 
     def for_schedule(self, schedule: Schedule, first_parts: Sequence[str]) -> Build:
         """Returns the function that builds the stages of `schedule`; `first_parts` are the first parts of each stage in a plan, if any."""
+        ...
+
+
+@runtime_checkable
+class FollowsModel(Protocol):
+    """A stage module that was cut from a model by `zb.split`."""
+
+    def follow_model(self) -> None:
+        """Makes the changes of the model since the last call in this stage. Raises `InputError` for those that it cannot make."""
         ...
 
 
@@ -76,6 +86,20 @@ class Stages:
         self._cuda_graphs = cuda_graphs
         self._gradients = gradients
         self._traced: dict[int, Stage] = {}
+        self.refusals: list[Callable[[], None]] = []
+        """Functions that raise `InputError` if parameters were replaced which other stages or ranks hold, too."""
+
+    def follow_models(self) -> None:
+        """Makes changes of models that `zb.split` has cut in their stages. Raises `InputError` for those that stages cannot follow."""
+        for module in self.modules.values():
+            alone = stage_alone(module)
+            if isinstance(alone, FollowsModel):
+                alone.follow_model()
+
+    def refuse_replaced(self) -> None:
+        """Raises `InputError` if parameters were replaced which other stages or ranks hold, too."""
+        for refuse in self.refusals:
+            refuse()
 
     def go_to(self, kind: str) -> None:
         """Selects this process's current device of a `kind`, for stages without tensors in a pipeline whose other stages have some."""

@@ -184,6 +184,7 @@ class StepRunner:
             if trains:
                 self.programs.refuse_to_train(count)
             compiled = self.programs.choose(count)
+            self._stages.follow_models()
         self.guard.stages = compiled.stages
         return compiled
 
@@ -341,6 +342,7 @@ class StepRunner:
         gradients.begin(len(executor.program.placement.routes))
         has_targets = is_last and given.targets is not None
         with self._refusals.of_batch(executor, outputs):
+            self._stages.refuse_replaced()
             given.refuse_missing(self.peers.members[self.rank], is_first=is_first, needs_targets=is_last and outputs is None)
             batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
             targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH

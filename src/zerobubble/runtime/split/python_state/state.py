@@ -73,6 +73,8 @@ MOST_PLACES = 1_000_000
 """Maximum number of watched places. A model of 32 blocks has 27,000; a forward that reaches the state of a whole framework has millions."""
 _CACHES_OF_ENUMS = ("_value2member_map_", "_hashable_values_", "_unhashable_values_", "_unhashable_values_map_")
 """Attributes of a class of flags that grow when a forward combines flags."""
+_CLASS: Any = vars(object)["__class__"]
+"""The descriptor of the class of an object, which is watched like a slot."""
 _LARGE = 256
 """Containers with more entries are compared once per step instead of before every pass."""
 
@@ -229,6 +231,7 @@ class _Reader:
         attributes = {name: value for name, value in items_of(table) if name not in _OF_EVERY_MODULE}
         self._watch.add_table(table, list(attributes))
         self._watch.add_table(module._modules)
+        self.state.watched_per_step.add_slots(module, [_CLASS])
         self.state.watched_per_step.add_table(module._parameters)
         self.state.watched_per_step.add_table(module._buffers)
         self._read_class(module, path)
