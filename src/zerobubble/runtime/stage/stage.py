@@ -32,6 +32,7 @@ from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputedParts
 from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
+from zerobubble.runtime.stage.unsaved_reads import UnsavedReads
 from zerobubble.runtime.values.buffers import changing_parameters
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
@@ -98,6 +99,7 @@ class Stage:
         self._before_weight: set[int] = set()
         self._first_runs: dict[int, FirstRun | ChosenCalls] = {}
         self._buffers: BufferOrder | None = None
+        self._unsaved_reads = UnsavedReads(module, index)
         self._goes_back = True
         self.loss_fn: object = None
         self._python_states: dict[nn.Module, PythonState] = {}
@@ -109,6 +111,7 @@ class Stage:
         self._collected = self.parameters
         self.splitter.begin(self.parameters, meter)
         self._buffers = BufferOrder(self.module, self.index, changing_parameters(self.module) if self.shards is None else ())
+        self._unsaved_reads.begin()
         self._has_gathered = False
 
     def use_gathered(self) -> None:
@@ -169,11 +172,16 @@ class Stage:
         return outputs
 
     def _forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        outputs = carry(partial(self._run, microbatch), inputs, finish, self.index, trains=True)
+        with self._unsaved_reads.forward(self._nodes_in_flight):
+            outputs = carry(partial(self._run, microbatch), inputs, finish, self.index, trains=True)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._after_forward[microbatch] = (leaves, edges)
         return outputs
+
+    def _nodes_in_flight(self) -> list[Any]:
+        """Returns the nodes from which the backward passes of all microbatches in flight begin."""
+        return [edge.node for _, edges in self._after_forward.values() for edge in edges]
 
     def checkpointed_forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F that keeps only the inputs of what R recomputes; `recompute` then creates the tensors that the backward pass needs."""
@@ -188,7 +196,7 @@ class Stage:
         def run(arguments: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
             return self._outputs_of(self.splitter.forward(microbatch, arguments), arguments, finish)
 
-        with first.running():
+        with first.running(), self._unsaved_reads.forward(self._nodes_in_flight):
             outputs = carry(run, inputs, finish, self.index, trains=True)
         if self._buffers is not None:
             self._buffers.forward_ended(microbatch)
@@ -210,9 +218,10 @@ class Stage:
             assert microbatch in self._after_forward, "R follows the forward"
             return
         if isinstance(first, ChosenCalls):
-            first.recompute()
+            with self._unsaved_reads.recomputing():
+                first.recompute()
             return
-        with first.restored():
+        with first.restored(), self._unsaved_reads.recomputing():
             self._forward(microbatch, first.inputs, first.finish)
         now = len(self._after_forward[microbatch][1])
         if now != first.num_outputs_with_grad:

@@ -1,0 +1,143 @@
+"""Finds tensors that a backward pass reads and that forwards of later microbatches overwrite, unseen by autograd.
+
+Autograd compares the versions of tensors given to `save_for_backward`. It misses a tensor that an autograd Function keeps as an attribute
+of `ctx`, such as a workspace that each microbatch overwrites, and a parameter that a forward changes through `.data`. On one device, the
+backward of a microbatch runs before the forward of the next, so both give right gradients there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+
+from zerobubble.errors import InputError
+
+_SAMPLED = 4096
+"""Number of elements that are compared of a tensor."""
+
+
+class UnsavedReads:
+    """Compares what the backward passes of microbatches in flight read before and after stage `index` runs another forward.
+
+    It walks the autograd graphs, and copies up to 4096 elements of each parameter in them and of each tensor in a `ctx`. It does so in the
+    first step in which several microbatches are in flight, and in the first step with R; `profile` runs one microbatch at a time.
+    """
+
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self._module = module
+        self._index = index
+        self._names: dict[int, str] = {}
+        self._done: set[str] = set()
+        self._done_after_step: set[str] = set()
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._done |= self._done_after_step
+        self._names = {} if "forward" in self._done else {id(parameter): name for name, parameter in self._module.named_parameters()}
+
+    @contextmanager
+    def forward(self, nodes_in_flight: Callable[[], Sequence[Any]]) -> Iterator[None]:
+        """Context of a forward; `nodes_in_flight` returns the nodes from which the backward passes of other microbatches begin.
+
+        Raises `InputError` if the forward overwrites what such a backward reads.
+        """
+        nodes = () if "forward" in self._done else nodes_in_flight()
+        if not nodes:
+            yield
+            return
+        self._done_after_step.add("forward")
+        distinct = {id(tensor): (what, tensor) for what, tensor in self._reached(nodes)}
+        before = [_Read(what, tensor) for what, tensor in distinct.values()]
+        yield
+        for read in before:
+            if read.is_overwritten:
+                raise InputError(
+                    "stage {index}: a forward overwrites {what}, of shape {shape}, which the backward passes of earlier microbatches have "
+                    "yet to read; {remedy}",
+                    index=self._index,
+                    what=read.what,
+                    shape=tuple(read.tensor.shape),
+                    remedy="change it after the step, or compute with a changed copy (weight * factor)"
+                    if isinstance(read.tensor, nn.Parameter)
+                    else "give each microbatch a tensor of its own, and keep it by ctx.save_for_backward",
+                )
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Context of an R. Raises `InputError` if it changes a parameter, as the forward has before: one device changes it once."""
+        if "R" in self._done:
+            yield
+            return
+        self._done_after_step.add("R")
+        before = [_Read(f"parameter {name}", parameter) for name, parameter in self._module.named_parameters()]
+        yield
+        for read in before:
+            if read.holds_another_sample:
+                raise InputError(
+                    "stage {index}: its forward changes {what}, of shape {shape}, and R would change it a second time; {remedy}",
+                    index=self._index,
+                    what=read.what,
+                    shape=tuple(read.tensor.shape),
+                    remedy="make it a buffer, change it after the step, or leave the stage out of the schedule's R passes",
+                )
+
+    def _reached(self, nodes: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters of the stage and the tensors in a `ctx` that lie behind `nodes`, each with a name for messages."""
+        seen: set[Any] = {None}
+        left = list(nodes)
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+            parameter: Any = getattr(node, "variable", None)
+            if id(parameter) in self._names:
+                yield f"parameter {self._names[id(parameter)]}", parameter
+            elif isinstance(node, BackwardCFunction):
+                kind = type(node).__name__.removesuffix("Backward")
+                for name, value in vars(node).items():
+                    yield from ((f"ctx.{name} of {kind}", leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+class _Read:
+    """The contents of a `tensor` now: its version, and a sample of its bytes."""
+
+    def __init__(self, what: str, tensor: Tensor) -> None:
+        self.what = what
+        self.tensor = tensor
+        self._version = _version_of(tensor)
+        self._sample = _sample_of(tensor)
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether it was overwritten. Autograd itself compares the versions of parameters where backward reads them."""
+        if _version_of(self.tensor) != self._version:
+            return not isinstance(self.tensor, nn.Parameter)
+        return self.holds_another_sample
+
+    @property
+    def holds_another_sample(self) -> bool:
+        """Whether the sampled bytes differ."""
+        now = _sample_of(self.tensor)
+        return now is not None and self._sample is not None and not torch.equal(now, self._sample)
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _sample_of(tensor: Tensor) -> Tensor | None:
+    """Returns the bytes of evenly spaced elements of a plain tensor, None of any other kind."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    with torch.no_grad():
+        step = -(-tensor.numel() // _SAMPLED)
+        sample = tensor.detach().reshape(-1)[::step].clone(memory_format=torch.contiguous_format)
+        return sample.resolve_conj().resolve_neg().view(torch.uint8)
