@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
 from tests.device import DEVICE
@@ -128,6 +129,23 @@ def detaching(stage: int, num_stages: int, which: int, frozen: tuple[int, ...] =
     return Detached(module) if stage == which else module
 
 
+class Reentrant(nn.Module):
+    """A first stage in a checkpoint whose inputs, tokens, require no gradient."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.stage, x, use_reentrant=True)
+        return y
+
+
+def reentrant(stage: int, num_stages: int) -> nn.Module:
+    module = with_frozen(stage, num_stages, (1, 2, 3))
+    return Reentrant(module) if stage == 0 else module
+
+
 def detached_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return loss_fn(logits, targets).detach()
 
@@ -147,6 +165,7 @@ UNTRAINED: dict[str, tuple[Any, Any, str]] = {
     "argmax": (build, accuracy, "loss_fn detaches it"),
     "last stage": (partial(detaching, which=1), loss_fn, "output of stage 1 does not require one although its parameters do"),
     "first stage": (partial(detaching, which=0, frozen=(1,)), loss_fn, "output of stage 0 does not require one although its parameters"),
+    "reentrant checkpoint": (reentrant, loss_fn, "use_reentrant=False"),
     "frozen stage": (partial(detaching, which=1, frozen=(1,)), loss_fn, "output of stage 1 does not require one although its inputs do"),
 }
 

@@ -34,6 +34,7 @@ from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.stage.unsaved_reads import UnsavedReads
 from zerobubble.runtime.values.buffers import changing_parameters
+from zerobubble.runtime.values.far_gradients import refuse_far_gradient
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree, is_plain_dataclass, structure_of
@@ -257,6 +258,7 @@ class Stage:
         try:
             output = call()
         except (RuntimeError, TypeError, IndexError) as error:
+            refuse_far_gradient(error, f"stage {self.index}")
             error.add_note(_describe_inputs(self.index, inputs, str(error)))
             raise
         return (finish(output),) if finish else as_tensors(output, self.index)

@@ -24,6 +24,7 @@ from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossRep
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.added_losses import losses_so_far
+from zerobubble.runtime.values.far_gradients import refuse_far_gradient
 from zerobubble.runtime.values.payload import tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -196,6 +197,7 @@ class StepLosses:
         try:
             loss = self.loss_fn(output, target)
         except Exception as error:
+            refuse_far_gradient(error, "loss_fn")
             note_given(error, "loss_fn", output=output, target=target)
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.shapes import describe_pytree
 
-_DETACHING = ".detach(), torch.no_grad, an integer result such as that of argmax"
+_DETACHING = (
+    ".detach(), torch.no_grad, an integer result such as that of argmax, a torch.utils.checkpoint without use_reentrant=False whose inputs "
+    "require none"
+)
 
 
 def note_given(error: Exception, function: str, **given: Any) -> None:

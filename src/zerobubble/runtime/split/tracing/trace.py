@@ -357,6 +357,8 @@ def _keep_none_gradients(outputs: Iterable[Tensor]) -> None:
 def _why_untraceable(error: Exception) -> str:
     if "convert all Tensors to FakeTensors" in str(error):
         return "its forward reads a tensor that is neither an input nor a parameter or buffer (keep it with register_buffer)"
+    if "use_reentrant=True" in str(error):
+        return "it calls torch.utils.checkpoint with use_reentrant=True, whose backward no graph contains (use use_reentrant=False)"
     first_line = (str(error).strip().splitlines() or [""])[0]
     other_experts = "model.set_experts_implementation('batched_mm') of Transformers chooses experts that can be traced"
     if "Expected inputs of BF16 type" in first_line:
