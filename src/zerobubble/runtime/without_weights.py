@@ -9,13 +9,14 @@ from zerobubble.errors import InputError
 
 
 def refused(method: str, call: str) -> Callable[..., NoReturn]:
-    """Returns a method that raises `InputError`, whose remedy is `call`."""
+    """Returns a method that raises `InputError`, whose remedy is the function `call` of zerobubble."""
 
     def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise InputError(
             "a Pipeline has no {method}(), because each rank has the weights of its own stages only",
             method=method,
-            remedy=f"call zb.{call}(path, pipe, optimizer) on every rank, or zb.{call}(path, pipe, model_only=True) for the weights alone",
+            remedy=f"call zb.{call}(path, pipe, optimizer) on every rank, with model_only=True instead of the optimizer for the weights alone; "
+            "zb.gathered(model) brings them into the unsplit model",
         )
 
     refuse.__name__ = method
