@@ -13,16 +13,23 @@ from torch import Tensor
 
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
+from zerobubble.runtime.step.batch_objects import BatchDims as BatchDims
+from zerobubble.runtime.step.batch_objects import cut_structures
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.values.payload import Payload, Tensors, constant_of, flatten_pytree, tensors_in, unflatten_pytree
+from zerobubble.runtime.values.payload import (
+    Payload,
+    Tensors,
+    constant_of,
+    flatten_pytree,
+    is_plain_dataclass,
+    tensors_in,
+    unflatten_pytree,
+)
 
 FROM_NUMPY = "torch.from_numpy(array) gives a tensor"
 
 GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
-
-BatchDims = Mapping[str, int | None]
-"""By name of an argument, its batch dimension, if that is not 0; None for an argument that all microbatches share."""
 
 
 class StepInputs(NamedTuple):
@@ -57,9 +64,9 @@ NO_BATCH = SplitBatch([], [], GIVEN_AS_LIST)
 def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGradients, batch_dims: BatchDims) -> SplitBatch:
     """Splits `batch` into microbatches whose sizes differ by at most one, larger ones first.
 
-    `batch` is a tensor, or a tuple or dict with tensors, which are split along dimension 0, or the one in `batch_dims`. All other values go
-    to every microbatch, as do tensors without dimensions, and tensors of size 1 in a larger batch, which broadcast. A list holds the
-    microbatches themselves. `gradients` collects the gradients of tensors that require one.
+    `batch` is a tensor, or a tuple, dict or dataclass with tensors, which are split along dimension 0, or the one in `batch_dims`. All
+    other values go to every microbatch (see `cut_structures` for objects), as do tensors without dimensions, and tensors of size 1 in a
+    larger batch, which broadcast. A list holds the microbatches themselves. `gradients` collects the gradients of tensors that require one.
 
     Raises `InputError` for other types, tensors that cannot be split or whose batch sizes differ, fewer samples than microbatches, and
     lists of another length.
@@ -73,7 +80,8 @@ def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGr
     rows = sample_slices(size, num_microbatches)
     is_cut = [dim is not None and tensor.shape[dim] == size for tensor, dim in zip(tensors, dims, strict=True)]
     parts = [gradients.parts(t, what, rows, dim if cut else None) for t, dim, cut in zip(tensors, dims, is_cut, strict=True)]
-    microbatches = [unflatten_pytree(structure, iter(of_one)) for of_one in zip(*parts, strict=True)]
+    structures = cut_structures(structure, rows, what, batch_dims)
+    microbatches = [unflatten_pytree(own, iter(of_one)) for own, of_one in zip(structures, zip(*parts, strict=True), strict=True)]
     return SplitBatch(microbatches, [own.stop - own.start for own in rows], size)
 
 
@@ -151,24 +159,37 @@ def sample_slices(size: int, num_microbatches: int) -> tuple[slice, ...]:
 def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:
     if len(given) != num_microbatches:
         message = "{argument} is a list of {got}, but a list has one item for each of the {expected} microbatches"
-        raise InputError(
-            message, argument=what, got=len(given), expected=num_microbatches, remedy="give the tensors of a whole batch as a tuple"
-        )
+        raise InputError(message, argument=what, got=len(given), expected=num_microbatches, remedy=_grouped(len(given), num_microbatches))
     microbatches, sizes = [], []
     for j, item in enumerate(given):
         tensors, structure = flatten_pytree(dict(item) if isinstance(item, Mapping) else item, opaque=True)
-        if not isinstance(item, (Tensor, tuple, list, Mapping)) or not tensors:
+        if not (isinstance(item, (Tensor, tuple, list, Mapping)) or is_plain_dataclass(item)) or not tensors:
             remedy = FROM_NUMPY if type(item).__name__ == "ndarray" else ""
             raise wrong(f"microbatch {j} of {what}", item, "a tensor, or a tuple or dict with tensors", remedy)
         microbatches.append(unflatten_pytree(structure, (gradients.part(tensor, what) for tensor in tensors)))
-        sizes.append(next((tensor.size(0) for tensor in tensors if tensor.dim()), 1))
+        sizes.append(len(item) if _has_samples(item) else next((tensor.size(0) for tensor in tensors if tensor.dim()), 1))
     return SplitBatch(microbatches, sizes, GIVEN_AS_LIST)
 
 
+def _grouped(num_samples: int, num_microbatches: int) -> str:
+    """Returns how to group a list with an entry for each sample."""
+    each, rest = divmod(num_samples, num_microbatches)
+    group = f"[samples[j:j + {each}] for j in range(0, {num_samples}, {each})]"
+    how = f"as {group}" if each and not rest else f"into {num_microbatches} lists"
+    return f"give the tensors of a whole batch as a tuple, and group a list with an entry for each sample {how}"
+
+
+def _has_samples(item: Any) -> bool:
+    """Returns whether a microbatch is a list with a dict or dataclass for each sample, such as the targets of detection."""
+    return isinstance(item, list) and all(isinstance(sample, Mapping) or is_plain_dataclass(sample) for sample in item)
+
+
 def as_arguments(microbatch: Any) -> Tensors:
-    """Returns a microbatch as the arguments of the first stage: a tuple as positional ones, a dict as named ones."""
+    """Returns a microbatch as the arguments of the first stage: a tuple as positional ones, a dict as named ones, or one object."""
     if isinstance(microbatch, Tensor):
         return (microbatch,)
+    if is_plain_dataclass(microbatch):
+        microbatch = (microbatch,)
     if isinstance(microbatch, (tuple, list)) and all(isinstance(part, Tensor) for part in microbatch):
         return tuple(microbatch)
     tensors, structure = flatten_pytree(microbatch, opaque=True)

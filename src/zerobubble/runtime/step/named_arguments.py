@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.step.batch import GIVEN_AS_LIST, BatchDims, dim_named, sample_slices
+from zerobubble.runtime.step.batch import GIVEN_AS_LIST, dim_named, sample_slices
+from zerobubble.runtime.step.batch_objects import BatchDims, cut_structures
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.values.payload import flatten_pytree, tensors_in, unflatten_pytree
 
@@ -56,14 +57,20 @@ def for_each_microbatch(
     kwargs: Any, num_microbatches: int, batch_size: int, gradients: InputGradients, batch_dims: BatchDims
 ) -> list[dict[str, Any]]:
     """Returns the named arguments of each microbatch; see `split_kwargs`."""
-    if isinstance(kwargs, dict):
-        return _cut(kwargs, num_microbatches, batch_size, gradients, batch_dims)
-    if not isinstance(kwargs, list) or not all(isinstance(named, dict) for named in kwargs):
-        raise wrong("kwargs", kwargs, "a dict, or a list with a dict for each microbatch")
+    refuse_other_kwargs(kwargs)
+    if isinstance(kwargs, Mapping):
+        return _cut(dict(kwargs), num_microbatches, batch_size, gradients, batch_dims)
     if len(kwargs) != num_microbatches:
         message = "kwargs is a list of {got}, but needs a dict for each of the {expected} microbatches"
         raise InputError(message, got=len(kwargs), expected=num_microbatches)
     return [_detached(named, gradients) for named in kwargs]
+
+
+def refuse_other_kwargs(kwargs: Any) -> None:
+    """Raises `InputError` for named arguments that are neither a dict, nor a list of dicts, nor None."""
+    is_list = isinstance(kwargs, list) and all(isinstance(named, Mapping) for named in kwargs)
+    if kwargs is not None and not isinstance(kwargs, Mapping) and not is_list:
+        raise wrong("kwargs", kwargs, "a dict, or a list with a dict for each microbatch")
 
 
 def _cut(
@@ -74,7 +81,9 @@ def _cut(
     dims = [_cut_dim(tensor, name, batch_size, batch_dims) for name, tensor in zip(names, tensors, strict=True)]
     rows = sample_slices(batch_size, num_microbatches)
     parts = [iter(gradients.parts(tensor, "kwargs", rows, dim)) for tensor, dim in zip(tensors, dims, strict=True)]
-    return [unflatten_pytree(structure, map(next, parts)) for _ in rows]
+    is_cut = batch_size != GIVEN_AS_LIST
+    structures = cut_structures(structure, rows, "kwargs", batch_dims) if is_cut else [structure] * len(rows)
+    return [unflatten_pytree(own, map(next, parts)) for own in structures]
 
 
 def _cut_dim(tensor: Tensor, name: str, batch_size: int, batch_dims: BatchDims) -> int | None:

@@ -44,7 +44,7 @@ from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.loss_faults import why_nothing_trains
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts, forecast_memory
-from zerobubble.runtime.step.named_arguments import split_kwargs
+from zerobubble.runtime.step.named_arguments import refuse_other_kwargs, split_kwargs
 from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.refusals import CallRefusals
@@ -344,6 +344,7 @@ class StepRunner:
         with self._refusals.of_batch(executor, outputs):
             self._stages.refuse_replaced()
             given.refuse_missing(self.peers.members[self.rank], is_first=is_first, needs_targets=is_last and outputs is None)
+            refuse_other_kwargs(given.kwargs)
             batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
             targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
             if captured is not None:
