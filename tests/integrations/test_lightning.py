@@ -126,6 +126,12 @@ def test_a_killed_rank_ends_the_run_with_our_error(tmp_path: Path) -> None:
     states(error[error.rindex("PipelineError") :], "PipelineError", "rank 1")
 
 
+@pytest.mark.feature("SIGTERM on one rank: all ranks stop before the same batch")
+def test_sigterm_on_one_rank_stops_all_before_the_same_batch(tmp_path: Path) -> None:
+    for code, printed in outcomes(PROGRAM, tmp_path, "--cases", "plain", "--fault", "terminate", ranks=2):
+        assert (code, printed.count("SIGTERMException after 3 steps")) == (0, 1), printed[-3000:]
+
+
 @pytest.mark.refuses("different batches on the ranks of a pipeline")
 def test_ranks_with_other_batches_are_an_error(tmp_path: Path) -> None:
     for code, error in outcomes(PROGRAM, tmp_path, "--cases", "plain", "--fault", "data", ranks=2):

@@ -245,20 +245,26 @@ class WeightsInUse(Callback):
             torch.save(module.state_dict(), self.folder / "end.pt")
 
 
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
+
+
 class Rows(Callback):
-    """Keeps what each step has logged. With the fault "kill", ends a rank in the third step."""
+    """Keeps what each step has logged. With the fault "kill" or "terminate", the last rank gets this signal in the third step."""
 
     def __init__(self, fault: str | None) -> None:
         self.rows: list[dict[str, float]] = []
-        self.kill = fault == "kill"
+        self.signal = SIGNALS.get(fault or "")
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if outputs else torch.tensor(0.0)
         self.rows.append({"loss": float(loss), **{name: float(value) for name, value in trainer.callback_metrics.items()}})
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if self.kill and trainer.global_step == 2 and trainer.global_rank == trainer.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.signal is not None and trainer.global_step == 2 and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), self.signal)
+
+    def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
+        print(f"{type(exception).__name__} after {trainer.global_step} steps", flush=True)
 
 
 def loader(count: int, seed: int, replicas: int, order: str) -> DataLoader[Any]:
@@ -304,7 +310,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--resume", help="a checkpoint from which the cases go on")
-    parser.add_argument("--fault", choices=["kill", "data"], help="kill the last rank in the third step, or give ranks other data")
+    parser.add_argument("--fault", choices=[*SIGNALS, "data"], help="a signal for the last rank in the third step, or other data on ranks")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

@@ -25,6 +25,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import Settings, StepRunner
+from zerobubble.integrations.lightning.sigterm import stop_together
 from zerobubble.integrations.versions import refuse_wrong_versions
 
 
@@ -65,6 +66,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self._data_parallel_size = data_parallel_size
         self._backend = process_group_backend
         self._runner: StepRunner | None = None
+        self._is_interrupted = False
         self.num_nodes = 1
         refuse_options(self._settings, data_parallel_size)
 
@@ -133,6 +135,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
         self._runner = StepRunner(self.lightning_module, self._settings, self.mesh, self.root_device, self.broadcast(torch.initial_seed()))
         self._share_random_states()
+        stop_together(trainer)
         if not any(isinstance(callback, _WholeAtEnd) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, _WholeAtEnd())
 
@@ -204,13 +207,18 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
     # The end
 
     def on_exception(self, exception: BaseException) -> None:
+        self._is_interrupted = True
         if self._runner is not None:
             self._runner.close(exception)
 
     def teardown(self) -> None:
         if self._runner is not None:
             self._runner.close()
+        module: pl.LightningModule | None = self.lightning_module
+        if self._is_interrupted:  # it lacks the weights of other ranks, and cannot be moved
+            self._lightning_module = None
         super().teardown()
+        self._lightning_module = module
 
 
 class _WholeAtEnd(pl.Callback):
