@@ -124,6 +124,7 @@ def uses_of(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Callable
         "pickle": lambda: pickle.dumps(model),
         "torch.save": lambda: torch.save(dict(model.named_parameters()), io.BytesIO()),
         "to": lambda: model.to(torch.float32),
+        "half": lambda: next(block for block in model.modules() if is_released(next(block.parameters(recurse=False), Tensor()))).half(),
         "numpy": lambda: tensor.detach().numpy(),
         "tolist": lambda: tensor.tolist(),
         "an item": lambda: tensor[0],
@@ -169,6 +170,8 @@ def refuses(group: Any) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     torch.optim.Adagrad(model.parameters()).step()  # an optimizer of all parameters steps those of this rank
     model.requires_grad_(True).train().zero_grad()
+    model.cpu().to("cpu").double()  # changes nothing
+    assert all(map(is_released, released))
     assert dict.fromkeys(model.parameters(), 1)
     pipe.close()
     with raises(zb.InputError, remedy="enter zb.gathered(model) before the pipeline closes, or load a checkpoint"):

@@ -200,7 +200,8 @@ class StepRunner:
     def _trained(self, step: _Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
         """Runs the passes of a step, puts the gradients aside, and returns the loss."""
         pipe = self._pipeline(arguments[0])
-        pipe._steps.cut_model.release()
+        if self._module.automatic_optimization:  # otherwise, the rest of training_step runs on every rank
+            pipe._steps.cut_model.release()
         parameters = self._parameters
         before = [None if clears else parameter.grad for parameter in parameters]
         for parameter in parameters:

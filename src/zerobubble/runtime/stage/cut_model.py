@@ -7,7 +7,7 @@ Once an optimizer has stepped, the other ranks' parameters in this model have ol
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -131,7 +131,7 @@ class CutModel:
 
     def was_gathered(self) -> bool:
         """Notes that the model has trained values until `release` is called again. Returns whether it was released."""
-        was_released, self._is_released = self._is_released, False
+        was_released, self._is_released, self._watched = self._is_released, False, None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -171,8 +171,10 @@ def _refuse_released(module: nn.Module, *_: Any) -> None:
             tensor.detach()
 
 
-def _refuse_or_apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Refuses `to` and the like before they change the tensors of this rank."""
-    _refuse_released(module)
-    applied: nn.Module = type(module)._apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+def _refuse_or_apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    """Lets released tensors refuse other dtypes, and the like, before the tensors of this rank are changed."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_released(tensor):
+            fn(tensor)
+    applied: nn.Module = type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
     return applied

@@ -67,9 +67,9 @@ def local_shape(tensor: Tensor) -> torch.Size:
     return tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
+def _empty_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     number = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return torch.full((), number, dtype=tensor.dtype, device=tensor.device if device is None else device).expand(tensor.shape)
 
 
 _ATTRIBUTES = frozenset(
@@ -117,10 +117,11 @@ _METHODS = frozenset(
         "new_full",
     ]
 )
-_FUNCTIONS = frozenset(
-    ["numel", "is_floating_point", "is_complex", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"]
-)
-_set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009 - stubs of torch have no descriptors
+_FUNCTIONS = frozenset(["_has_compatible_shallow_copy_type", "numel", "is_floating_point", "is_complex", "empty_like", "zeros_like"])
+_FUNCTIONS |= {"ones_like", "full_like", "rand_like", "randn_like"}
+_CONVERSIONS = frozenset((Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16))
+_set_data: Any = getattr(Tensor.data, "__set__")  # noqa: B009 - stubs of torch have no descriptors
+_set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009
 _set_requires_grad: Any = getattr(Tensor.requires_grad, "__set__")  # noqa: B009
 
 
@@ -134,15 +135,30 @@ def _harmless() -> frozenset[Any]:
 
 def _refuse_values(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Runs `func` if it reads no values. Raises the error of the first released tensor otherwise."""
-    clears_gradient = func == _set_gradient and args[1] is None
-    names_type = func is Tensor.type and len(args) == 1 and not kwargs
+    kwargs = kwargs or {}
     if func is Tensor.stride:
         strides = args[0].__dict__[_RELEASED].stride
         return strides[args[1]] if len(args) > 1 else strides
-    if clears_gradient or names_type or func in _harmless():
+    if func in _CONVERSIONS and is_released(args[0]):
+        return _moved(args[0], func, args[1:], kwargs)
+    clears_gradient = func == _set_gradient and args[1] is None
+    keeps_data = func == _set_data and args[1] is args[0]
+    names_type = func is Tensor.type and len(args) == 1 and not kwargs
+    if clears_gradient or keeps_data or names_type or func in _harmless():
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
     raise _first_released((args, kwargs)).explain()
+
+
+def _moved(tensor: Tensor, convert: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Returns the released `tensor`, on the device to which it is converted, as by `model.cpu()`. Other dtypes are refused."""
+    probe = convert(torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+    if probe.dtype != tensor.dtype or (isinstance(tensor, DTensor) and probe.device != tensor.device):
+        raise tensor.__dict__[_RELEASED].explain()
+    if probe.device != tensor.device:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.data = _empty_like(tensor, probe.device)
+    return tensor
 
 
 def _first_released(value: Any) -> _Release:
