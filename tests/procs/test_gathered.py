@@ -134,7 +134,6 @@ def uses_of(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Callable
         "in place": lambda: tensor.add_(1),
         "of a list": lambda: torch._foreach_add(list(model.parameters()), 1),
         "operator": lambda: torch.ops.aten.add.Tensor(tensor, 1),
-        "norm": lambda: torch.nn.utils.get_total_norm(list(model.parameters())),
         "a vector": lambda: torch.nn.utils.parameters_to_vector(model.parameters()),
         "initialization": lambda: nn.init.zeros_(tensor),
         "a plain tensor": lambda: tensor.as_subclass(Tensor),
