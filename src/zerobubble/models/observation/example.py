@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,14 +26,19 @@ def arguments_of(example: Any, model: nn.Module) -> Arguments:
     return (tuple(moved) if isinstance(moved, (tuple, list)) else (moved,)), without_cache(model, {})
 
 
-def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments, with `use_cache=False` for a Transformers model unless given.
+def without_cache(model: nn.Module, kwargs: dict[str, Any], kind: type[nn.Module] | None = None) -> dict[str, Any]:
+    """Returns the arguments, with `use_cache=False` for a Transformers model of class `kind` unless given.
 
     A cache is filled by all layers, which no stage has; training needs none.
     """
-    if "use_cache" in kwargs or not _keeps_cache(getattr(model, "config", None)):
+    if "use_cache" in kwargs or not (_keeps_cache(getattr(model, "config", None)) or _has_cache_option(kind or type(model))):
         return kwargs
     return {**kwargs, "use_cache": False}
+
+
+def _has_cache_option(kind: type[nn.Module]) -> bool:
+    """Returns whether a Transformers model takes `use_cache`: T5's decoder has a setting of its own."""
+    return hasattr(kind, "config_class") and "use_cache" in inspect.signature(kind.forward).parameters
 
 
 def _keeps_cache(config: Any) -> bool:
@@ -43,9 +49,13 @@ def _keeps_cache(config: Any) -> bool:
     return any(_keeps_cache(getattr(config, name, None)) for name in inner)
 
 
-def refuse_sums(kwargs: dict[str, Any]) -> None:
+TAKES_SUMS = "_zb_takes_sums"
+"""The attribute of a stage whose caller weights microbatches whose losses are shares of a sum."""
+
+
+def refuse_sums(stage: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raises `InputError` for the argument with which Transformers sums its loss over microbatches: a step averages over them."""
-    if kwargs.get("num_items_in_batch") is not None:
+    if kwargs.get("num_items_in_batch") is not None and not getattr(stage, TAKES_SUMS, False):
         raise InputError(
             "{argument} makes the loss of a microbatch its share of a sum, but a step averages over microbatches",
             argument="num_items_in_batch",

@@ -220,8 +220,8 @@ def stage_model(
         if stage > 0:
             args, kwargs, crossed, seed = _unpacked(stage, kwargs)
         else:
-            refuse_sums(kwargs)
-            kwargs = without_cache(self, kwargs)
+            refuse_sums(self, kwargs)
+            kwargs = without_cache(self, kwargs, type(model))
         crossing = boundaries.crossings(self, args, kwargs)
         if stage == 0 and crossing.shares_draws:
             seed = drawn_seed()
@@ -252,7 +252,7 @@ def stage_model(
         if stage > 0:
             args, kwargs, *_ = _unpacked(stage, kwargs)
         else:
-            kwargs = without_cache(self, kwargs)
+            kwargs = without_cache(self, kwargs, type(model))
         if boundaries.crossings(self, args, kwargs).shares_draws:
             raise InputError(
                 "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, "
