@@ -13,6 +13,7 @@ PAGE = Path(__file__).with_suffix(".md")
 TESTS = PAGE.parents[1] / "tests"
 FRAMEWORKS = {
     "integrations/test_transformers": "Trainer",
+    "integrations/test_own_losses": "Trainer",
     "integrations/test_trl": "TRL",
     "integrations/test_lightning": "Lightning",
     "integrations/test_fabric": "Fabric",
@@ -35,9 +36,11 @@ def shown(file: Path, marker: str) -> Iterator[str]:
 
 def table() -> str:
     """A row for each feature and a column for each framework."""
-    files = {name: TESTS / f"{stem}.py" for stem, name in FRAMEWORKS.items()}
-    works = {name: set(shown(file, "feature")) for name, file in files.items()}
-    refused = {name: set(shown(file, "refuses")) for name, file in files.items()}
+    files: dict[str, list[Path]] = {}
+    for stem, name in FRAMEWORKS.items():
+        files.setdefault(name, []).append(TESTS / f"{stem}.py")
+    works = {name: {feature for file in of_one for feature in shown(file, "feature")} for name, of_one in files.items()}
+    refused = {name: {feature for file in of_one for feature in shown(file, "refuses")} for name, of_one in files.items()}
     features = sorted({feature for names in (*works.values(), *refused.values()) for feature in names}, key=str.lower)
     features.sort(key=lambda feature: -sum(feature in works[name] for name in files))
     lines = ["| | " + " | ".join(files) + " |", "|---|" + "---|" * len(files)]

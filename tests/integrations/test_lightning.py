@@ -22,8 +22,8 @@ from tests.integrations.train_with_lightning import CASES, STEPS, WIDTH, Classif
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
 from zerobubble import InputError, PipelineError
+from zerobubble.integrations.batches import cut
 from zerobubble.integrations.lightning import PipelineStrategy
-from zerobubble.integrations.lightning.batches import cut
 from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_optimizers
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own dependencies

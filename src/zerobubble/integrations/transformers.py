@@ -4,35 +4,35 @@ The model stays the Trainer's `model`, whole on every rank: its class, configura
 Transformers works with. `zb.split` cuts it, and the stages use its parameters. So each rank trains its own stages' part of `model`. During
 training, the other parts are released; saves, and the end of `train`, gather them.
 
-Trainer computes the loss by `compute_loss(model, inputs)`, which users and TRL override. Here it runs once per microbatch, on the rank of
-the last stage, where a call of `model` returns the output that the pipeline has computed. It also runs once before each step, to capture
-the arguments that it passes to the model.
-
-Trainer sums the losses of tokens and divides by their number in the whole batch, while a pipeline averages microbatches. Each microbatch
-therefore gets the weight count / total, and its loss is first divided by this weight; the results are equal up to rounding.
+Trainer computes the loss by `compute_loss(model, inputs)`, which users and TRL override. Here it runs for each microbatch, as
+`trainer_loss` describes, and the results are those of one call for the batch, up to rounding.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.trainer import SCHEDULER_NAME
 
 import zerobubble as zb
 from zerobubble.errors import InputError
+from zerobubble.integrations.batches import num_samples
+from zerobubble.integrations.hidden_methods import refuse_hidden_methods
+from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
+from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
 from zerobubble.integrations.versions import refuse_wrong_versions
-from zerobubble.integrations.whole_model import CalledError, from_last_stage, raise_called, replaced
+from zerobubble.integrations.whole_model import from_last_stage
+from zerobubble.models.observation.example import TAKES_SUMS
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.options import ALIKE
 
@@ -45,17 +45,19 @@ def default_microbatches(ranks: int, samples: int) -> int:
     return min(4 * ranks, samples)
 
 
-class _Scale(NamedTuple):
-    """How the loss of a step is scaled.
-
-    Attributes:
-        items: The number of items by which Trainer divides a sum of losses; None if the loss is a mean over samples.
-        share: The factor of every loss, for batches that accumulate gradients.
-    """
-
-    items: float | None
-    share: float
-
+REPLACED = (
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_load_optimizer_and_scheduler",
+    "_save_optimizer_and_scheduler",
+    "_wrap_model",
+    "close",
+    "pipeline",
+    "prediction_step",
+    "save_model",
+    "training_step",
+)
+"""The methods of Trainer that the mixin replaces. It extends others by `super()`."""
 
 _Trainer: Any = object
 """The base class for type checkers: the mixin comes before a subclass of Trainer."""
@@ -64,13 +66,15 @@ _Trainer: Any = object
 class PipelineMixin(_Trainer):
     """Lets any subclass of Trainer train in a pipeline: `class PipelineSFTTrainer(PipelineMixin, SFTTrainer)`.
 
-    Takes the arguments of Trainer, and three more. `per_device_train_batch_size` is the batch of one replica, which all ranks of its
+    Takes the arguments of Trainer, and four more. `per_device_train_batch_size` is the batch of one replica, which all ranks of its
     pipeline train together. Start the script with `torchrun`, and call `close()` at the end.
 
     Args:
         schedule: What `zb.Pipeline` accepts.
         num_microbatches: The number of microbatches of a replica's batch. By default, four for each rank of the pipeline, and at most
             `per_device_train_batch_size`.
+        loss_weight: Returns what the mean loss of a microbatch divides by, given its inputs, such as the sum of the weights of its classes.
+            By default, it is found out whether `compute_loss` sums, or averages over samples, labels or tokens; other means are refused.
         pipeline_options: Further options of `zb.Pipeline` by name, and "cuts" and "inside_blocks" of `zb.split`. A "mesh" has the pipeline
             along "pp" and replicas along "dp"; without one, all ranks form one pipeline.
 
@@ -78,11 +82,21 @@ class PipelineMixin(_Trainer):
         InputError: For options of Trainer that a pipeline does not support, all of them at once.
     """
 
+    _merged_attributes: ClassVar[tuple[str, ...]] = ()
+    """The attributes that `compute_loss` changes for each microbatch, and the class merges itself."""
+    _known_methods: ClassVar[tuple[str, ...]] = ("Seq2SeqTrainer.prediction_step",)
+    """Methods of frameworks that the class accounts for."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_hidden_methods(cls, PipelineMixin, transformers.Trainer, REPLACED, cls._known_methods)
+
     def __init__(
         self,
         *args: Any,
         schedule: Any = "zb-v",
         num_microbatches: int | None = None,
+        loss_weight: Callable[[Mapping[str, Any]], float | Tensor] | None = None,
         pipeline_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -93,16 +107,15 @@ class PipelineMixin(_Trainer):
         self._mesh: DeviceMesh | None = self._options.get("mesh")
         self._pipe: zb.Pipeline | None = None
         self._cut_model: nn.Module | None = None
-        self._scale = _Scale(None, 1.0)
-        self._losses: list[tuple[float, Tensor]] = []  # weight and loss of each microbatch, on the rank of the last stage
         super().__init__(*args, **kwargs)
+        self._computed = TrainerLoss(self, loss_weight, self._options.get("batch_dims", {}), self._merged_attributes)
         if found := self._wrong_options():
             raise InputError("{trainer} cannot train with {faults}", trainer=type(self).__name__, faults="; ".join(found))
         self._num_replicas, self._replica = self._replicas()
         self._pipeline_size = dist.get_world_size() // self._num_replicas
         self.accelerator.prepare_data_loader = self._prepare_data_loader
         self._same_stages = self._group_of_same_stages()
-        self.accelerator.gather_for_metrics = partial(_gather_over_replicas, self.accelerator, self._same_stages)
+        self.accelerator.gather_for_metrics = partial(gather_over_replicas, self._same_stages, self.accelerator)
         self.gather_function = self.accelerator.gather_for_metrics
         samples = self.args.per_device_train_batch_size
         self._num_microbatches = num_microbatches or default_microbatches(self._pipeline_size, samples)
@@ -128,8 +141,10 @@ class PipelineMixin(_Trainer):
             self.close()
         if self._pipe is None:
             stages = zb.split(self.model, **self._split_options)
-            options = {"loss_weight": self._weight, **self._options}
-            self._pipe = zb.Pipeline(stages, self._schedule, self._num_microbatches, self._loss, **options)
+            options = {"loss_weight": self._computed.weight, **self._options}
+            self._pipe = zb.Pipeline(stages, self._schedule, self._num_microbatches, self._computed.loss, **options)
+            for stage in self._pipe.modules.values():
+                setattr(stage, TAKES_SUMS, True)  # `TrainerLoss` weights them
             self._pipe._steps.cut_model.remedy = "call trainer.save_model on all ranks, or "
             self._cut_model = self.model
         return self._pipe
@@ -191,13 +206,19 @@ class PipelineMixin(_Trainer):
     # The model and its optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return _Stages(self.pipeline, self.model)
+        return _Stages(self.pipeline, self.model, self._output_of_batch)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer of this rank's parameters."""
         if self.optimizer is not None:
             self._refuse_optimizer()
-        return super().create_optimizer(_Stages(self.pipeline, self.model))
+            return super().create_optimizer(model)
+        optimizer = super().create_optimizer(_Stages(self.pipeline, self.model, self._output_of_batch))
+        others = {id(parameter) for parameter in self.model.parameters()} - {id(parameter) for parameter in self.pipeline.parameters()}
+        for group in optimizer.param_groups:  # a subclass may give it all parameters of `self.model`
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in others]
+        self._refuse_optimizer()
+        return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Returns the names in the whole model of the parameters with weight decay."""
@@ -217,118 +238,155 @@ class PipelineMixin(_Trainer):
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
-        self._scale = self._scale_of(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
-        self._losses.clear()
-        self.pipeline._steps.cut_model.release()
         with self._autocast():
-            loss = self.pipeline.step(self._arguments(inputs), inputs, num_microbatches=self._fewer_microbatches(inputs))
+            batch = self._computed.begin(inputs, num_items_in_batch, self._factor(num_items_in_batch), trains=True)
+            self.pipeline._steps.cut_model.release()
+            loss = self.pipeline.step(batch.arguments, batch.targets, num_microbatches=self._fewer_microbatches(batch))
+        self._computed.finish(batch)
         return loss.detach().to(self.args.device)
+
+    def _factor(self, num_items: Any) -> float:
+        """Returns the factor by which Trainer scales the loss of a batch that accumulates gradients with others."""
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            is_scaled = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)
+        return 1.0 if is_scaled else 1 / self.current_gradient_accumulation_steps
 
     def _autocast(self) -> Any:
         return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.accelerator.mixed_precision == "bf16")
 
-    def _fewer_microbatches(self, inputs: Mapping[str, Any]) -> int | None:
+    def _fewer_microbatches(self, batch: Batch) -> int | None:
         """Returns the number of microbatches of a batch with fewer samples than microbatches: one per sample. None for other batches."""
-        samples = _samples(inputs)
-        return samples if samples < self._num_microbatches else None
-
-    def _arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of the stages, captured from the call of the model by `compute_loss`."""
-        try:
-            with replaced(self.model, forward=raise_called(self.model)):
-                self.compute_loss(self.model, dict(inputs), num_items_in_batch=self._scale.items)
-        except CalledError as error:
-            if error.call_args:
-                unnamed = len(error.call_args)
-                raise InputError(
-                    "compute_loss calls the model with {unnamed} arguments without names; {remedy}", unnamed=unnamed, remedy="name them"
-                ) from None
-            return self._arguments_of_stages({name: value for name, value in error.call_kwargs.items() if value is not None})
-        raise InputError("{cls}.compute_loss does not call the model", cls=type(self).__name__)
+        count = len(batch.microbatches)
+        return count if count < self._num_microbatches else None
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of the model that the stages take. The number of items is left out, as the stages compute mean losses."""
-        return {name: value for name, value in arguments.items() if name != "num_items_in_batch"}
+        """Returns the arguments of the model that the stages take."""
+        return arguments
 
     def _output_of_model(self, output: Any, arguments: dict[str, Any]) -> Any:
-        """Returns what the model returns for `arguments`, made from the output of the last stage, whose loss is a mean."""
+        """Returns what the model returns for `arguments`, made from the output of the last stage."""
         return output
 
-    def _scale_of(self, inputs: Mapping[str, Any], num_items: Any, steps: int) -> _Scale:
-        """Returns how to scale the losses of this batch, which is one of `steps` batches that accumulate gradients."""
-        items = None if num_items is None else float(num_items)
-        if not items:
-            is_scaled = self.loss_is_scaled_for_ga if self.loss_is_scaled_for_ga is not None else self.compute_loss_func is not None
-            return _Scale(None, 1.0 if is_scaled else 1 / steps)
-        total = torch.tensor(self._count(inputs) / items, dtype=torch.float64, device="cpu")
-        if self._num_replicas > 1:
-            total = total.to(self.args.device)
-            dist.all_reduce(total, group=self._same_stages)
-        return _Scale(items, float(total) / self._num_replicas)
+    def _may_repeat(self, arguments: dict[str, Any]) -> bool:
+        """Returns whether `compute_loss` may call the model once more, with these arguments, and get the same output."""
+        return False
 
-    def _count(self, inputs: Mapping[str, Any]) -> int:
-        """Returns the number of labels that count in a batch or microbatch, as Trainer counts them."""
-        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
-        if self._loss_shifts_labels and "shift_labels" not in inputs:
-            labels = labels[..., 1:]
-        return int(labels.ne(-100).sum())
+    def _needs_outputs(self, prediction_loss_only: bool) -> bool:
+        """Returns whether an evaluation asks `compute_loss` for outputs."""
+        return True
 
-    def _weight(self, inputs: Mapping[str, Any]) -> float:
-        """Returns the weight of a microbatch in the mean loss of its batch."""
-        return _samples(inputs) if self._scale.items is None else self._count(inputs) / self._scale.items
-
-    def _loss(self, output: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Returns the loss of one microbatch, as `compute_loss` computes it, divided by the microbatch's weight."""
-        items = self._scale.items
-        weight = self._weight(inputs)
-
-        def forward(**kwargs: Any) -> Any:
-            if "num_items_in_batch" in kwargs and isinstance(output, dict) and "loss" in output:
-                output["loss"] = output["loss"] * weight
-            return self._output_of_model(output, kwargs)
-
-        with replaced(self.model, forward=forward):
-            loss = self.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
-        self._losses.append((weight, loss.detach()))
-        if items is None:
-            return loss * self._scale.share
-        return loss * (self._scale.share / weight) if weight else loss
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        if isinstance(items, Tensor) and not self.args.average_tokens_across_devices:
+            return items * self._pipeline_size  # Trainer has divided the number of this rank by the number of ranks with this batch
+        return items
 
     # Evaluation
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **generation: Any,
     ) -> tuple[Any, Any, Any]:
-        """Runs the forward of one batch in the pipeline. Returns loss, logits and labels on every rank."""
+        """Runs the forward of one batch in the pipeline. Returns loss, logits and labels on every rank.
+
+        With `predict_with_generate` of Seq2SeqTrainer, every rank generates by the whole model, and returns the tokens for logits.
+        """
+        if self._generates and not prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **generation)
         inputs = self._prepare_inputs(inputs)
         if ignore_keys is None:
             ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         labels = tuple(inputs[name].detach() for name in self.label_names) if has_labels else None
-        num_items = self._get_num_items_in_batch([inputs], self.args.device) if has_labels else None
-        self._scale = self._scale_of(inputs, num_items, 1)
-        self._losses.clear()
         with torch.no_grad(), self._autocast():
-            arguments = self._arguments(inputs) if has_labels else dict(inputs)
-            _, output = self.pipeline.eval_step(
-                arguments, inputs if has_labels else None, num_microbatches=self._fewer_microbatches(inputs)
-            )
-        found = None
-        if output is not None:  # on the rank of the last stage
-            values = output.items() if isinstance(output, Mapping) else enumerate(output)
-            logits = tuple(value for name, value in values if name not in (*ignore_keys, "loss") and not (has_labels and name == 0))
-            found = (self._own_loss() if has_labels else None, None if prediction_loss_only else logits)
+            found = self._evaluated(inputs, ignore_keys, prediction_loss_only) if has_labels else self._outputs(inputs, ignore_keys)
         loss, logits = self._from_last_stage(found)
         if prediction_loss_only:
             return loss, None, None
         logits = logits[0] if len(logits) == 1 else logits
         return loss, logits, labels[0] if labels is not None and len(labels) == 1 else labels
 
-    def _own_loss(self) -> Tensor:
-        """Returns the loss of this replica's batch. The pipeline would return the mean over replicas."""
-        if self._scale.items is not None:
-            return torch.stack([loss for weight, loss in self._losses if weight]).sum()
-        return torch.stack([weight * loss for weight, loss in self._losses]).sum() / sum(weight for weight, _ in self._losses)
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates like Trainer. To generate, every rank gathers the whole model."""
+        with self._gathering(everywhere=True) if self._generates else nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
+
+    @property
+    def _generates(self) -> bool:
+        return isinstance(self, transformers.Seq2SeqTrainer) and self.args.predict_with_generate
+
+    def _output_of_batch(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+        """Returns the output of the model on every rank, for a method of a subclass that calls it. A batch with labels is not cut."""
+        name = type(self).__name__
+        if torch.is_grad_enabled():
+            remedy = "compute the loss in compute_loss, and let training_step call super().training_step"
+            raise InputError("{cls} trains by calling the model itself, outside of the pipeline", cls=name, remedy=remedy)
+        if args:
+            raise InputError(
+                "{cls} calls the model with {unnamed} arguments without names", cls=name, unnamed=len(args), remedy="name them"
+            )
+        has_labels = any(arguments.get(label) is not None for label in self.label_names)
+        count = 1 if has_labels else min(num_samples(arguments, self._options.get("batch_dims")), self._num_microbatches)
+        arguments = {label: value for label, value in arguments.items() if value is not None}
+        with self._autocast():
+            _, output = self.pipeline.eval_step([arguments] if has_labels else arguments, num_microbatches=count)
+        if has_labels and isinstance(output, MutableMapping) and output["loss"].ndim:
+            output["loss"] = output["loss"][0]
+        return self._from_last_stage(output)
+
+    def _evaluated(self, inputs: dict[str, Any], ignored: list[str], loss_only: bool) -> tuple[Tensor, Any] | None:
+        """Returns the loss of this replica's batch and the outputs that `compute_loss` returns, on the rank of the last stage."""
+        num_items = self._get_num_items_in_batch([inputs], self.args.device)
+        batch = self._computed.begin(inputs, num_items, 1.0, trains=False, returns_outputs=self._needs_outputs(loss_only))
+        _, output = self.pipeline.eval_step(batch.arguments, batch.targets, num_microbatches=self._fewer_microbatches(batch))
+        loss = None if output is None else self._computed.own_loss(batch)
+        outputs = None if output is None or loss_only else batch.joined_outputs()
+        self._computed.finish(batch)
+        if loss is None:
+            return None
+        if isinstance(outputs, Mapping):
+            return loss, tuple(value for name, value in outputs.items() if name not in (*ignored, "loss"))
+        return loss, None if outputs is None else outputs[1:]
+
+    def _outputs(self, inputs: dict[str, Any], ignored: list[str]) -> tuple[None, Any] | None:
+        """Returns the outputs of the model for a batch without labels, on the rank of the last stage."""
+        count = min(num_samples(inputs, self._options.get("batch_dims")), self._num_microbatches)
+        arguments = self._arguments_of_stages(dict(inputs))
+        _, output = self.pipeline.eval_step(arguments, num_microbatches=count if count < self._num_microbatches else None)
+        if output is None:
+            return None
+        return None, tuple(value for name, value in output.items() if name not in ignored) if isinstance(output, Mapping) else output
+
+    def _gather_among_replicas(self, tensor: Any) -> Any:
+        return gather_over_replicas(self._same_stages, None, tensor)
+
+    def _reduce_among_replicas(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        return reduce_over_replicas(self._same_stages, tensor, *args, **options)
+
+    @property
+    def gather_function(self) -> Any:
+        """What gathers predictions: `Accelerator.gather_for_metrics` or `gather`, from one rank of each replica."""
+        return self._gather_function
+
+    @gather_function.setter
+    def gather_function(self, function: Any) -> None:
+        is_of_all_ranks = function == self.accelerator.gather  # Seq2SeqTrainer sets it
+        self._gather_function = self._gather_among_replicas if is_of_all_ranks else function
+
+    @property
+    def _has_last_stage(self) -> bool:
+        pipe = self.pipeline
+        return bool(pipe.rank == pipe.schedule.placement.routes[0][-1])
+
+    @property
+    def _ranks_of_pipeline(self) -> set[int]:
+        group = dist.group.WORLD if self._mesh is None else self._mesh.get_group("pp")
+        return set(dist.get_process_group_ranks(group))
 
     def _from_last_stage(self, found: Any) -> Any:
         """Returns, on all ranks of the pipeline, what the rank of the last stage has `found`."""
@@ -345,10 +403,10 @@ class PipelineMixin(_Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _gathering(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model is whole on the ranks that save. It may already be whole, as after `train`."""
+    def _gathering(self, *, everywhere: bool = False) -> AbstractContextManager[None]:
+        """Returns a context in which the model is whole on the ranks that save, or on all. It may already be whole, as after `train`."""
         is_whole = self._pipe is None or self._pipe._steps.cut_model.is_whole
-        return nullcontext() if is_whole else gathering(self.pipeline._steps, self.model, wanted=self.args.should_save)
+        return nullcontext() if is_whole else gathering(self.pipeline._steps, self.model, wanted=everywhere or self.args.should_save)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the model whole on every rank, before the best weights are loaded and callbacks see the end of training."""
@@ -409,10 +467,14 @@ class PipelineTrainer(PipelineMixin, transformers.Trainer):
 class _Stages(nn.Module):
     """This rank's stages, with the names and the mode of the whole model."""
 
-    def __init__(self, pipe: zb.Pipeline, model: nn.Module) -> None:
+    def __init__(self, pipe: zb.Pipeline, model: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         self.stages = nn.ModuleList(pipe.modules.values())
         self._set_mode = model.train
+        self._call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(args, kwargs)
 
     def train(self, mode: bool = True) -> _Stages:
         self._set_mode(mode)
@@ -425,24 +487,3 @@ class _Stages(nn.Module):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name, parameter
-
-
-def _samples(inputs: Mapping[str, Any]) -> int:
-    """Returns the number of samples of a batch."""
-    return next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.ndim)
-
-
-def _gather_over_replicas(accelerator: Any, group: dist.ProcessGroup, data: Any, use_gather_object: bool = False) -> Any:
-    """Gathers like `Accelerator.gather_for_metrics`, from one rank of each replica."""
-
-    def gather(tensor: Tensor) -> Tensor:
-        tensor = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
-        everywhere = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(everywhere, tensor, group=group)
-        return torch.cat(everywhere)
-
-    gathered = recursively_apply(gather, data, error_on_other_type=True)
-    state = accelerator.gradient_state
-    if state.end_of_dataloader and state.remainder > 0:
-        return recursively_apply(lambda tensor: tensor[: state.remainder], gathered)
-    return gathered

@@ -29,6 +29,9 @@ MEANS = ("entropy", "mean_token_accuracy")
 class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
     """`trl.SFTTrainer` with the model in a pipeline. Its arguments are those of SFTTrainer and of `PipelineMixin`."""
 
+    _known_methods = ("SFTTrainer.prediction_step", "SFTTrainer.training_step")
+    _merged_attributes = ("_metrics", "_labels", "_total_train_tokens")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_wrong_versions("trl")
         self._labels: list[int] = []  # for each microbatch, the number of labels that count, in all replicas
@@ -72,6 +75,13 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
             is_top1 = (logits.argmax(-1) == labels) & mask
         return SimpleNamespace(log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask, aux_loss=output.get("aux_loss"))
 
+    def _may_repeat(self, arguments: dict[str, Any]) -> bool:
+        """SFTTrainer calls the model once more for metrics or logits, without gradients."""
+        return not torch.is_grad_enabled()
+
+    def _needs_outputs(self, prediction_loss_only: bool) -> bool:
+        return not prediction_loss_only
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._metrics_of_a_batch("train"):
             return super().training_step(*args, **kwargs)
@@ -93,8 +103,7 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs on every rank, with the metrics that the rank of the last stage has computed."""
-        # Only the rank of the last stage has losses.
-        own = {mode: dict(metrics) for mode, metrics in self._metrics.items()} if self._losses else None
+        own = {mode: dict(metrics) for mode, metrics in self._metrics.items()} if self._has_last_stage else None
         for mode, metrics in self._from_last_stage(own).items():
             self._metrics[mode].update(metrics)
         super().log(logs, start_time)

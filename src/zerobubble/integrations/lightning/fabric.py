@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.lightning.batches import num_samples, refuse_different_batches
+from zerobubble.integrations.batches import num_samples, refuse_different_batches
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse, refuse_fabric, refuse_optimizers, refuse_options, wrapping_faults
 from zerobubble.integrations.lightning.runner import Settings

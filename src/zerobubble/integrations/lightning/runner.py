@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.lightning.batches import cut, num_samples, refuse_different_batches
+from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated, nothing
 from zerobubble.integrations.lightning.logs import Entry, StepMessages, merged
 from zerobubble.integrations.whole_model import CalledError, copy_from, from_last_stage, own_forward, raise_called, replaced

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -14,13 +14,16 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.batch import sample_slices
 
+Dims = Mapping[str, int | None]
+"""By name of an argument, its batch dimension, if that is not 0; None for an argument that all microbatches share."""
 
-def num_samples(batch: Any) -> int:
-    """Returns the number of samples of a batch: the first dimension of its tensors.
+
+def num_samples(batch: Any, dims: Dims | None = None) -> int:
+    """Returns the number of samples of a batch: the size of its tensors along the first dimension, or the one in `dims`.
 
     Raises `InputError` if there is no tensor, or if these sizes differ.
     """
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.ndim}
+    sizes = {tensor.shape[dim] for tensor, dim in _with_dims(batch, dims or {}) if dim is not None and dim < tensor.ndim}
     sizes = sizes - {1} or sizes  # a tensor of size 1 goes to every microbatch
     if len(sizes) == 1:
         return sizes.pop()
@@ -32,15 +35,20 @@ def num_samples(batch: Any) -> int:
     )
 
 
-def cut(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
+def cut(batch: Any, num_microbatches: int, dims: Dims | None = None) -> tuple[list[Any], list[int]]:
     """Returns the microbatches of a batch, and the number of samples of each.
 
-    Cuts tensors along their first dimension, and lists that have one item per sample and no tensors. Everything else, such as a tensor of
-    size 1, goes to every microbatch.
+    Cuts tensors along their first dimension, or the one in `dims`, and lists that have one item per sample and no tensors. Everything
+    else, such as a tensor of size 1, goes to every microbatch.
     """
-    size = num_samples(batch)
+    size = num_samples(batch, dims)
     rows = sample_slices(size, num_microbatches)
-    return [_cut(batch, own, size) for own in rows], [own.stop - own.start for own in rows]
+    return [_cut(batch, own, size, dims or {}) for own in rows], [own.stop - own.start for own in rows]
+
+
+def samples_of(batch: Any, rows: Sequence[int], dims: Dims | None = None) -> Any:
+    """Returns the batch of only these samples."""
+    return _cut(batch, list(rows), num_samples(batch, dims), dims or {})
 
 
 def refuse_different_batches(batch: Any, group: dist.ProcessGroup) -> None:
@@ -81,17 +89,33 @@ def _items(value: Any) -> list[Any]:
     return []
 
 
-def _cut(value: Any, rows: slice, size: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[rows] if value.ndim and value.shape[0] == size else value
+def _with_dims(batch: Any, dims: Dims) -> list[tuple[Tensor, int | None]]:
+    if isinstance(batch, Mapping) and not dims.keys().isdisjoint(batch):
+        return [(tensor, dims.get(name, 0)) for name, item in batch.items() for tensor in _tensors(item)]
+    return [(tensor, 0) for tensor in _tensors(batch)]
+
+
+def _cut(value: Any, rows: slice | list[int], size: int, dims: Dims) -> Any:
     if isinstance(value, Mapping):
-        parts = {name: _cut(item, rows, size) for name, item in value.items()}
+        parts = {name: _cut_along(item, rows, size, dims.get(name, 0)) for name, item in value.items()}
         return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
+    return _cut_along(value, rows, size, 0)
+
+
+def _cut_along(value: Any, rows: slice | list[int], size: int, dim: int | None) -> Any:
+    if dim is None:
+        return value
+    if isinstance(value, Tensor):
+        is_cut = value.ndim > dim and value.shape[dim] == size
+        return value[(slice(None),) * dim + (rows,)] if is_cut else value
+    if isinstance(value, Mapping):
+        return _cut(value, rows, size, {})
     if isinstance(value, (list, tuple)):
         if not _tensors(value) and len(value) == size and not hasattr(value, "_make"):
-            return value[rows]
-        items = [_cut(item, rows, size) for item in value]
+            return value[rows] if isinstance(rows, slice) else type(value)(value[row] for row in rows)
+        items = [_cut_along(item, rows, size, dim) for item in value]
         return type(value)(*items) if hasattr(value, "_make") else type(value)(items)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _cut(getattr(value, field.name), rows, size) for field in fields(value) if field.init})
+        parts = {field.name: _cut_along(getattr(value, field.name), rows, size, dim) for field in fields(value) if field.init}
+        return replace(value, **parts)
     return value

@@ -1,0 +1,381 @@
+"""Trains with losses of one's own in subclasses of Trainer, or in a pipeline of all ranks, and writes logs, weights and errors to a folder.
+
+`python train_with_own_losses.py FOLDER` is the reference; under torchrun, all ranks form one pipeline, or with `--replicas 2` two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+STEPS, BATCH = 4, 8
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+WEIGHTS = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+MASK = 63
+
+
+def language_model() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES)).double()
+
+
+def classifier() -> nn.Module:
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=64, num_labels=3, pad_token_id=0, **SIZES)).double()
+
+
+def masked_model() -> nn.Module:
+    config = BertConfig(vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES)
+    return BertForMaskedLM(config).double()
+
+
+def sequence_model() -> nn.Module:
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, dropout_rate=0.0, **T5)).double()
+
+
+def tokens(index: int) -> dict[str, Any]:
+    """A sequence in which a number of labels does not count that differs between samples."""
+    ids = torch.randint(1, 60, (12,), generator=torch.Generator().manual_seed(index))
+    labels = ids.clone()
+    labels[: index * 5 % 9] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def full_tokens(index: int) -> dict[str, Any]:
+    ids = tokens(index)["input_ids"]
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def padded_tokens(index: int) -> dict[str, Any]:
+    """A sequence whose length is in its attention mask only."""
+    ids = tokens(index)["input_ids"]
+    mask = (torch.arange(12) < 12 - index * 5 % 7).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+
+def rare_class(index: int) -> dict[str, Any]:
+    """A sample of class 0, as are the first batches, or of a rare class."""
+    return {"input_ids": tokens(index)["input_ids"], "labels": (2 if index % 11 == 10 else 0)}
+
+
+def of_class(index: int) -> dict[str, Any]:
+    return {"input_ids": tokens(index)["input_ids"], "labels": index * 7 % 3}
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+
+
+def mean_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return token_losses(outputs.logits, labels)
+
+
+def classes(base: Any, generating: Any) -> dict[str, Any]:
+    """The trainers, by name of a case."""
+
+    class Mean(base):
+        """The example of Transformers' documentation."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = self.loss_of(outputs.get("logits"), labels, inputs)
+            return (loss, outputs) if return_outputs else loss
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            return token_losses(logits, labels)
+
+    class OldSignature(base):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            outputs = model(input_ids=inputs["input_ids"])
+            loss = token_losses(outputs["logits"], inputs["labels"])
+            return (loss, {"loss": loss, "logits": outputs["logits"] * 2}) if return_outputs else loss
+
+    class Focal(Mean):
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            loss = functional.cross_entropy(logits, labels, reduction="none")
+            return ((1 - (-loss).exp()) ** 2 * loss).mean()
+
+    class Weighted(Mean):
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            return functional.cross_entropy(logits, labels, weight=WEIGHTS.to(logits))
+
+    class Padded(Mean):
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+            return (losses * inputs["attention_mask"]).sum() / inputs["attention_mask"].sum()
+
+    class Distilled(base):
+        """A teacher of another model, and terms that are means over samples and over tokens."""
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            torch.manual_seed(5)
+            self.teacher = language_model().eval()
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            outputs = model(**inputs)
+            with torch.no_grad():
+                teacher = self.teacher(input_ids=inputs["input_ids"]).logits
+            kl = functional.kl_div((outputs.logits / 2).log_softmax(-1), (teacher / 2).softmax(-1), reduction="batchmean")
+            loss = 0.5 * token_losses(outputs.logits, inputs["labels"]) + 0.5 * 4.0 * kl
+            return (loss, outputs) if return_outputs else loss
+
+    class Entropy(Mean):
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            log_probs = logits.log_softmax(-1)
+            return token_losses(logits, labels) + 0.1 * (log_probs.exp() * log_probs).sum(-1).mean()
+
+    class Z(base):
+        """A further term as a share of the items."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            outputs = model(**inputs)
+            z = outputs.logits.logsumexp(-1).square()[:, 1:][inputs["labels"][:, 1:] != -100].sum() / num_items_in_batch
+            loss = token_losses(outputs.logits, inputs["labels"], "sum") / num_items_in_batch + 1e-2 * z
+            return (loss, outputs) if return_outputs else loss
+
+    class Double(base):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            returned = super().compute_loss(*args, **kwargs)
+            return (2 * returned[0], returned[1]) if isinstance(returned, tuple) else 2 * returned
+
+    class Logged(Mean):
+        """Logs in compute_loss, gathers among processes, and counts calls, samples and losses."""
+
+        calls, samples, total = 0, 0, 0.0
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            loss = token_losses(logits, labels)
+            gathered = self.accelerator.gather(loss.detach()).mean()
+            self.calls, self.samples, self.total = self.calls + 1, self.samples + len(labels), self.total + gathered.item()
+            self.log({"ce": gathered.item(), "calls": self.calls})
+            return loss * (1 + 0.1 * self.calls)
+
+    class Collected(Mean):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.seen: dict[str, list[float]] = {"ce": []}
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            loss = token_losses(logits, labels)
+            self.seen["ce"].append(loss.item())
+            return loss
+
+    class Reduced(Mean):
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            loss = token_losses(logits, labels)
+            dist.all_reduce(loss.detach().clone())
+            return loss
+
+    class Drawn(base):
+        """Masked diffusion: 0 if the loss sees the mask that the model got, and otherwise not."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            ids = inputs["input_ids"]
+            share = random.uniform(0.3, 0.7) * np.random.uniform(0.9, 1.0)
+            noisy = torch.where(torch.rand(ids.shape) < share, MASK, ids)
+            outputs = model(input_ids=noisy, labels=noisy)
+            loss = (token_losses(outputs.logits, noisy) - outputs.loss).abs()
+            return (loss, outputs) if return_outputs else loss
+
+    class Twice(base):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            first, second = model(**inputs), model(**inputs)
+            loss = (first.loss + second.loss) / 2
+            return (loss, first) if return_outputs else loss
+
+    class Contrastive(Mean):
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            vectors = functional.normalize(logits.mean(1), dim=-1)
+            return functional.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
+
+    class Pairs(Mean):
+        """TRL's RewardTrainer: the first half of the batch against the second."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            chosen, rejected = torch.chunk(logits.mean((1, 2)), chunks=2)
+            return -functional.logsigmoid(chosen - rejected).mean()
+
+    class DrawsAfter(base):
+        """Draws after the call of the model."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            outputs = model(**inputs)
+            return outputs.loss * (1 + 0 * torch.rand(())) if not return_outputs else (outputs.loss, outputs)
+
+    class Called(Mean):
+        """Overrides methods of Trainer around ours, and calls the model in one of them."""
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.state.steps_begun = getattr(self.state, "steps_begun", 0) + 1
+            return super().training_step(*args, **kwargs)
+
+        def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+            with torch.no_grad():
+                loss, outputs = self.compute_loss(model, dict(inputs), return_outputs=True)
+                logits = model(input_ids=inputs["input_ids"]).logits + outputs.logits
+            return loss, logits, inputs["labels"]
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(list(self.model.parameters()), lr=self.args.learning_rate)
+            return self.optimizer
+
+    class ByHand(Mean):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    return {name: kind for name, kind in locals().items() if isinstance(kind, type) and issubclass(kind, base)} | {
+        "Trainer": base,
+        "Generated": generating,
+    }
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "mean": {"kind": "Mean"},
+    "mean, accumulated": {"kind": "Mean", "settings": {"gradient_accumulation_steps": 2}},
+    "mean of full sequences": {"kind": "Mean", "data": full_tokens},
+    "old signature": {"kind": "OldSignature"},
+    "focal": {"kind": "Focal", "model": classifier, "data": of_class},
+    "weighted": {"kind": "Weighted", "model": classifier, "data": of_class, "loss_weight": lambda inputs: WEIGHTS[inputs["labels"]].sum()},
+    "mean over attention_mask": {"kind": "Padded", "data": padded_tokens},
+    "distilled": {"kind": "Distilled", "data": full_tokens},
+    "entropy of full sequences": {"kind": "Entropy", "data": full_tokens},
+    "z-loss": {"kind": "Z", "settings": {"gradient_accumulation_steps": 2}},
+    "double": {"kind": "Double", "settings": {"gradient_accumulation_steps": 2}},
+    "logged": {"kind": "Logged"},
+    "mean by compute_loss_func": {"kind": "Trainer", "arguments": {"compute_loss_func": mean_func}},
+    "local counts": {"kind": "Trainer", "settings": {"average_tokens_across_devices": False}},
+    "plain": {"kind": "Trainer", "settings": {"gradient_accumulation_steps": 2}},
+    "classes": {"kind": "Trainer", "model": classifier, "data": of_class, "settings": {"gradient_accumulation_steps": 2}},
+    "masked": {"kind": "Trainer", "model": masked_model, "settings": {"gradient_accumulation_steps": 2}},
+    "smoothed": {"kind": "Trainer", "model": masked_model, "settings": {"label_smoothing_factor": 0.1}},
+    "sequences": {"kind": "Trainer", "model": sequence_model, "settings": {"gradient_accumulation_steps": 2}},
+    "draws after the call": {"kind": "DrawsAfter"},
+    "methods": {"kind": "Called"},
+    "generated": {"kind": "Generated", "model": sequence_model, "settings": {"predict_with_generate": True, "generation_max_length": 8}},
+}
+"""What trains as on one device."""
+REFUSED: dict[str, dict[str, Any]] = {
+    "weighted without weights": {"kind": "Weighted", "model": classifier, "data": rare_class},
+    "other weights": {"kind": "Mean", "loss_weight": lambda inputs: len(inputs["labels"])},
+    "entropy": {"kind": "Entropy"},
+    "contrastive": {"kind": "Contrastive", "data": full_tokens},
+    "pairs": {"kind": "Pairs", "data": full_tokens},
+    "two calls": {"kind": "Twice"},
+    "all_reduce": {"kind": "Reduced"},
+    "collected": {"kind": "Collected"},
+    "drawn": {"kind": "Drawn", "data": full_tokens},
+    "by hand": {"kind": "ByHand"},
+}
+"""What is refused before the first step."""
+DRAWN: dict[str, dict[str, Any]] = {
+    "drawn with weights": {"kind": "Drawn", "data": full_tokens, "loss_weight": lambda inputs: len(inputs["labels"])},
+}
+"""What draws random numbers for each microbatch."""
+
+
+def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
+    """A subclass of Trainer, or of `PipelineTrainer` under torchrun."""
+    pipelined = "WORLD_SIZE" in os.environ
+    base: Any = Trainer
+    generating: Any = Seq2SeqTrainer
+    more: dict[str, Any] = {}
+    torch.manual_seed(0)
+    model = case.get("model", language_model)()
+    kind = Seq2SeqTrainingArguments if case["kind"] == "Generated" else TrainingArguments
+    arguments = kind(
+        str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        optim="sgd",
+        logging_steps=1,
+        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_train_batch_size=BATCH // replicas,
+        per_device_eval_batch_size=BATCH // replicas,
+        **case.get("settings", {}),
+    )
+    if pipelined:
+        from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
+
+        base, generating = PipelineTrainer, type("PipelineSeq2SeqTrainer", (PipelineMixin, Seq2SeqTrainer), {})
+        ranks = int(os.environ["WORLD_SIZE"])
+        mesh = {"mesh": init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("dp", "pp"))} if replicas > 1 else {}
+        more = {"schedule": "zb-h1", "num_microbatches": 3, "pipeline_options": mesh, "loss_weight": case.get("loss_weight")}
+    data = [case.get("data", tokens)(index) for index in range(80)]
+    given = {"model": model, "args": arguments, "train_dataset": data[:64], "eval_dataset": data[64:76]}
+    trainer: Trainer = classes(base, generating)[case["kind"]](**given, **case.get("arguments", {}), **more)
+    return trainer
+
+
+def play(trainer: Trainer) -> dict[str, Any]:
+    """Returns the logs, the evaluation and a sum of the predictions, or the error."""
+    start = torch.get_rng_state()
+    try:
+        trainer.train()
+        predicted = trainer.predict(trainer.eval_dataset)
+    except Exception as error:
+        fields = getattr(error, "fields", {})
+        return {"error": type(error).__name__, "fields": {name: str(value) for name, value in fields.items()}, "text": str(error)}
+    predictions = predicted.predictions
+    predictions = predictions[0] if isinstance(predictions, tuple) else predictions
+    rows = [{key: value for key, value in row.items() if isinstance(value, (int, float))} for row in trainer.state.log_history]
+    drew = not torch.equal(start, torch.get_rng_state())
+    shape = list(predictions.shape)
+    counted = [getattr(trainer, name, 0) for name in ("calls", "samples", "total")]
+    total = float(np.abs(np.asarray(predictions, dtype=np.float64)).sum())
+    return {"rows": rows, "test_loss": predicted.metrics["test_loss"], "shape": shape, "total": total, "drew": drew, "counted": counted}
+
+
+def main() -> None:
+    """Trains each case and write what it gave."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--cases", nargs="*", default=[*CASES])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", 0))
+    for name in options.cases:
+        trainer = trainer_of(options.folder / name, (CASES | REFUSED | DRAWN)[name], options.replicas)
+        result = play(trainer)
+        weights = {} if "error" in result else trainer.model.state_dict()
+        if hasattr(trainer, "close"):
+            trainer.close()
+        (options.folder / f"{name}.{rank}.json").write_text(json.dumps(result))
+        if rank == 0:
+            torch.save(weights, options.folder / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    main()
