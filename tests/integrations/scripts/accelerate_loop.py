@@ -91,7 +91,7 @@ def main(folder: Path, pipelined: bool) -> None:
     if accelerator is not None:
         write_results(folder, figures, accelerator.unwrap_model(model).state_dict())
         return
-    with pipe.gathered(model):
+    with zb.gathered(model):
         if pipe.rank == 0:
             model.save_pretrained(folder / "final")
             write_results(folder, figures, AutoModelForCausalLM.from_pretrained(folder / "final", dtype=torch.float64).state_dict())

@@ -119,7 +119,7 @@ def main(folder: Path, pipelined: bool) -> None:
     if pipe is None:
         write_results(folder, figures, model.state_dict())
         return
-    with pipe.gathered(model):
+    with zb.gathered(model):
         if pipe.rank == 0:
             write_results(folder, figures, model.state_dict())
     pipe.close()
