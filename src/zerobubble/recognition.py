@@ -13,6 +13,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.schedules import known_schedules, make
 from zerobubble.units import show_percent
+from zerobubble.verify import lacks_most_passes
 
 __all__ = ["Recognition", "recognize"]
 
@@ -56,6 +57,9 @@ def recognize(schedule: Schedule) -> Recognition:
 
     Schedules that differ only in the numbering of microbatches count as equal.
     """
+    if lacks_most_passes(schedule):
+        shape = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
+        return Recognition("", 0.0, f"{sum(map(len, schedule.rows))} passes are too few for {shape}")
     found = [_compared(schedule, name, known) for name, known in _candidates(schedule)]
     if not found:
         shape = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks for {schedule.num_microbatches} microbatches"

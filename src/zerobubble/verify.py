@@ -123,12 +123,27 @@ def _wanted(schedule: Schedule) -> frozenset[frozenset[Kind]]:
 
 
 def _count_faults(schedule: Schedule) -> list[Fault]:
-    """Report a number of microbatches above the number of passes. It may be huge, and a fault per missing pass would be useless."""
+    """Report a number of microbatches above the number of passes, or passes that are far too few for a fault per missing pass."""
     microbatches, passes = schedule.num_microbatches, sum(map(len, schedule.rows))
-    if microbatches <= passes:
-        return []
-    message = f"the number of microbatches is {microbatches}, but the rows have only {passes} passes: correct it or add the passes"
-    return [Fault("count", message)]
+    if microbatches > passes:
+        message = f"the number of microbatches is {microbatches}, but the rows have only {passes} passes: correct it or add the passes"
+        return [Fault("count", message)]
+    if lacks_most_passes(schedule):
+        message = (
+            f"{schedule.num_stages} stages and {microbatches} microbatches have only {passes} passes: add a pass of each stage for each"
+        )
+        return [Fault("count", message)]
+    return []
+
+
+MOST_MISSING = 10_000
+"""The most stages of microbatches without a pass, if they are the most of all, for which tables of all are made."""
+
+
+def lacks_most_passes(schedule: Schedule) -> bool:
+    """Whether a few passes in files name so many stages and microbatches that tables of them would be far larger than the file."""
+    pairs, passes = schedule.num_stages * schedule.num_microbatches, sum(map(len, schedule.rows))
+    return pairs > 2 * passes and pairs - passes > MOST_MISSING
 
 
 def _placement_faults(schedule: Schedule) -> list[Fault]:

@@ -34,7 +34,8 @@ def write_text(file: str | Path, text: str) -> None:
         if target.exists() and not target.is_file():
             target.write_text(text, encoding="utf-8", newline="")
             return
-    replace_text(os.path.realpath(target), text)
+        target = Path(os.path.realpath(target))
+    replace_text(target, text)
 
 
 def replace_text(file: str | Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -208,3 +209,27 @@ def test_a_failed_save_leaves_no_open_file(tmp_path: Path) -> None:
         with pytest.raises(zb.InputError):
             zb.save(tmp_path, model())
     assert not before or len(os.listdir(f"/proc/{os.getpid()}/fd")) == before
+
+
+class Evil:
+    """A pickle that creates a file where it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_saving_runs_no_code_of_a_folder_that_it_replaces(tmp_path: Path) -> None:
+    for name in ("rest", "no checkpoint"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(pickle.dumps([Evil(tmp_path / "ran"), name]))
+        if name == "rest":
+            zb.save(folder, model())
+        else:
+            with raises(zb.InputError, file=str(folder)):
+                zb.save(folder, model())
+    assert not (tmp_path / "ran").exists()
+    zb.load(tmp_path / "rest", model())

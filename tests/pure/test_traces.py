@@ -447,3 +447,23 @@ def test_the_command_refuses_in_a_sentence(words: tuple[str, ...], message: str)
     assert code == 2
     assert re.search(message, output)
     assert len(output.splitlines()) == 1
+
+
+def test_a_trace_of_few_passes_of_many_stages_takes_memory_by_its_size(tmp_path: Path) -> None:
+    """Tables of all stages and microbatches would take gigabytes."""
+    documents = []
+    for rank in range(2):
+        names = [f"PP:{stage}F0" for stage in range(rank, 1000, 2)] + [f"PP:{rank}F{microbatch}" for microbatch in range(1, 1000)]
+        documents.append(
+            {"traceEvents": [{"ph": "X", "name": name, "cat": "cpu_op", "ts": 2 * at, "dur": 1} for at, name in enumerate(names)]}
+        )
+    paths = written(tmp_path, *documents)
+    tracemalloc.start()
+    try:
+        run = zb.io.read_trace(paths)
+        assert not run.recognition().name
+        with raises(InputError, 1000, 2998, foreign=paths[0]):
+            run.difference()
+        assert tracemalloc.get_traced_memory()[1] < 40 * sum(os.path.getsize(path) for path in paths)
+    finally:
+        tracemalloc.stop()

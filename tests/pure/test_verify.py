@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import BW, B, F, edited, needs, problems, schedules, slow_ends, with_rows
 from tests.refusals import states
-from zerobubble import Costs, Op, Schedule, ScheduleError, make, schedule_faults, simulate
+from zerobubble import Costs, Op, Placement, Schedule, ScheduleError, make, schedule_faults, simulate
 from zerobubble.errors import Fault
+from zerobubble.recognition import recognize
 
 ROOTS = ("count", "stage-range", "microbatch-range", "wrong-rank", "duplicate", "missing", "conflict", "order", "deadlock")
 """Codes, causes before what follows from them."""
@@ -235,3 +236,12 @@ def test_as_many_stages_as_microbatches_are_not_taken_for_each_other() -> None:
     assert schedule_faults(schedule) == ()
     wrong = tuple(Op(op.kind, 2 * op.stage, op.microbatch) for op in schedule.rows[0])
     assert {fault.code for fault in schedule_faults(with_rows(schedule, (wrong,)))} == {"stage-range"}
+
+
+def test_passes_that_are_far_too_few_are_one_fault() -> None:
+    stages, microbatches = 300, 200
+    row = [Op(F, stage, 0) for stage in range(stages)] + [Op(F, 0, microbatch) for microbatch in range(1, microbatches)]
+    schedule = Schedule("few", Placement.custom([0] * stages), microbatches, [row])
+    (fault,) = schedule_faults(schedule)
+    assert fault.code == "count"
+    assert not recognize(schedule).name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -117,9 +118,11 @@ def _matched(runs: Sequence[RankRun]) -> list[StepOfRanks]:
 def _by_label(run: RankRun) -> dict[tuple[int, int], RankStep]:
     """Return the steps of a rank by the profiler's step number and their place in it, since gradients may be accumulated."""
     found: dict[tuple[int, int], RankStep] = {}
+    counts: Counter[int] = Counter()
     for step in run.steps:
         assert step.label is not None
-        found[step.label, sum(label == step.label for label, _ in found)] = step
+        found[step.label, counts[step.label]] = step
+        counts[step.label] += 1
     return found
 
 

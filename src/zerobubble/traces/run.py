@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -16,7 +17,7 @@ from zerobubble.errors import InputError
 from zerobubble.explain import Difference, Gap, diff, gaps
 from zerobubble.export.torch_csv import inferred_placement
 from zerobubble.fit import fit_costs, link_times
-from zerobubble.ir import Schedule
+from zerobubble.ir import Op, Schedule
 from zerobubble.recognition import Recognition, recognize
 from zerobubble.timeline import Timeline, steps_of
 from zerobubble.traces.assembly import assembled, in_order_of_ranks, timeline_of
@@ -58,7 +59,8 @@ class TracedRun(Displayed):
     @property
     def typical(self) -> int:
         """The step of median makespan, of those that run what most do."""
-        numbers = self._alike(max(range(len(self.timelines)), key=lambda number: len(self._alike(number))))
+        counts = Counter(self._rows)
+        numbers = self._alike(max(range(len(self.timelines)), key=lambda number: counts[self._rows[number]]))
         return sorted(numbers, key=lambda number: self.timelines[number].makespan)[(len(numbers) - 1) // 2]
 
     def timeline(self, step: int | None = None) -> Timeline:
@@ -128,8 +130,8 @@ class TracedRun(Displayed):
         return [number for number, rows in enumerate(self._rows) if rows == wanted]
 
     @cached_property
-    def _rows(self) -> list[list[list[object]]]:
-        return [[[span.op for span in row] for row in timeline.rows] for timeline in self.timelines]
+    def _rows(self) -> list[tuple[tuple[Op, ...], ...]]:
+        return [_rows_of(timeline) for timeline in self.timelines]
 
     def difference(self, step: int | None = None, schedule: Schedule | None = None) -> Difference:
         """Where the time of a step went, held against its own schedule played with `step_costs`: see `zb.diff`.
@@ -188,6 +190,23 @@ def _schedule_of(timeline: Timeline) -> Schedule:
     return Schedule.of_steps(timeline.name, inferred_placement(rows), num_microbatches, rows)
 
 
+def _named(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
+    """Returns the timelines with the names of the known schedules that they are."""
+    names: dict[object, str] = {}
+    found = []
+    for timeline in timelines:
+        rows = tuple(tuple(tuple(span.op for span in spans) for spans in steps_of(row)) for row in timeline.rows)
+        if rows not in names:
+            recognition = recognize(_schedule_of(timeline))
+            names[rows] = recognition.name if recognition.exact else timeline.name
+        found.append(replace(timeline, name=names[rows]))
+    return tuple(found)
+
+
+def _rows_of(timeline: Timeline) -> tuple[tuple[Op, ...], ...]:
+    return tuple(tuple(span.op for span in row) for row in timeline.rows)
+
+
 @takes(files=each(instance(str, os.PathLike)))
 def read_trace(files: Sequence[str | os.PathLike[str]]) -> TracedRun:
     """Read the profiler traces of a run of torch.distributed.pipelining, such as torchtitan's: one file (JSON or .json.gz) a rank.
@@ -212,10 +231,7 @@ def read_trace(files: Sequence[str | os.PathLike[str]]) -> TracedRun:
     if len(clocks) > 1:
         raise InputError("some traces have kernels and some do not", remedy="record all ranks with the same activities of the profiler")
     found = assembled(runs)
-    names = [recognize(_schedule_of(timeline_of(step, found, "traced"))) for step in found.steps]
-    timelines = tuple(
-        timeline_of(step, found, name.name if name.exact else "traced") for step, name in zip(found.steps, names, strict=True)
-    )
+    timelines = _named(timeline_of(step, found, "traced") for step in found.steps)
     notes = tuple(note for run in runs for note in run.notes)
     return TracedRun(
         tuple(run.trace.file for run in runs), timelines, tuple(step[0].label for step in found.steps), clocks.pop(), found.clocks, notes

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickletools
 import re
 import uuid
 import weakref
@@ -23,12 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-
 from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE, METADATA_FILE
 from zerobubble.runtime.failure.forked import detach_in_children
+from zerobubble.whole_files import opened_regular
 
 SCHEDULE = "schedule.json"
 """The file in the folder with the schedule, or the plan."""
@@ -138,12 +138,14 @@ def refuse_what_is_no_checkpoint(path: Path) -> None:
 def _is_checkpoint(folder: Path) -> bool:
     """Whether `zb.save` has written the folder.
 
-    Checkpoints of an earlier version have no checksums. They are recognized by the tensor 'rest', which torch's own checkpoints lack.
+    Checkpoints of an earlier version have no checksums. They are recognized by the tensor 'rest', which torch's own checkpoints lack. The
+    pickle is scanned for it and not loaded: saving runs no code of a folder that it would replace.
     """
     if (folder / CHECKSUMS_FILE).exists():
         return True
     try:
-        return "rest" in FileSystemReader(folder).read_metadata().state_dict_metadata
+        with opened_regular(folder / METADATA_FILE) as metadata:
+            return any(argument == "rest" for _, argument, _ in pickletools.genops(metadata))
     except Exception:  # noqa: BLE001 - a damaged pickle may raise anything
         return False
 

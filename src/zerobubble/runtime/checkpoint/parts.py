@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
-from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE, SummedFiles, as_text
+from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE, Checksum, SummedFiles, as_text
 from zerobubble.runtime.checkpoint.folder import SCHEDULE
 from zerobubble.runtime.checkpoint.ranks import CheckpointRanks
 from zerobubble.runtime.device import interface
@@ -55,7 +55,7 @@ class Part:
         try:
             results = self._writer.write_data(self._plan, self._planner).value()
             note = self.folder / f"part.{self._rank}.writing"
-            note.write_bytes(pickle.dumps((results, self._files.checksums)))
+            note.write_text(json.dumps([[_result_form(result) for result in results], self._files.checksums]))
             os.rename(note, self._note(self._rank))
         except BaseException as error:
             with suppress(OSError):  # if not even that can be written, rank 0 times out on this part
@@ -79,10 +79,10 @@ class Part:
     def complete(self, schedule: Mapping[str, Any] | None) -> None:
         """Writes the metadata, the `schedule`, and the checksums of all files: on rank 0, once all parts are complete."""
         notes = [self._note(rank) for rank in range(self._num_ranks)]
-        results, checksums = zip(*(pickle.loads(note.read_bytes()) for note in notes), strict=True)
+        results, checksums = zip(*(json.loads(note.read_text()) for note in notes), strict=True)
         for theirs in checksums:
-            self._files.checksums |= theirs
-        self._writer.finish(self._metadata, list(results))
+            self._files.checksums |= {name: Checksum(*numbers) for name, numbers in theirs.items()}
+        self._writer.finish(self._metadata, [[_result_of(form) for form in theirs] for theirs in results])
         if schedule is not None:
             self._files.write_text(self.folder / SCHEDULE, json.dumps(schedule) + "\n")
         self._files.write_text(self.folder / CHECKSUMS_FILE, as_text(self._files.checksums))
@@ -91,6 +91,19 @@ class Part:
 
     def _note(self, rank: int) -> Path:
         return self.folder / f"part.{rank}"
+
+
+def _result_form(result: WriteResult) -> list[Any]:
+    """Returns the JSON form of the place where a tensor was written. A pickle there could run code of others in rank 0."""
+    index, place = result.index, result.storage_data
+    offset = None if index.offset is None else list(index.offset)
+    return [index.fqn, offset, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length]
+
+
+def _result_of(form: list[Any]) -> WriteResult:
+    name, offset, hint, num_bytes, *place = form
+    index = MetadataIndex(name, None if offset is None else torch.Size(offset), hint)
+    return WriteResult(index, num_bytes, _StorageInfo(*place))
 
 
 class _Copying(DefaultSavePlanner):

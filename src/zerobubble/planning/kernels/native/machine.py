@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,6 +14,9 @@ from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
+
+from zerobubble.errors import InputError
+from zerobubble.whole_files import opened_regular
 
 FOLDER = "ZEROBUBBLE_CACHE_DIR"
 """The environment variable with the cache folder of compiled kernels. By default they are stored next to their sources or in the user's
@@ -75,26 +79,43 @@ def _folders() -> Iterator[Path]:
         yield Path(given)
         return
     yield Path(__file__).parent / "__pycache__"
-    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerobubble"
+    with suppress(RuntimeError):  # a user without a home, as in containers that run under any number
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerobubble"
 
 
 def _kept(key: str) -> bytes | None:
-    """Returns the cached entry of `key` if it is complete."""
+    """Returns the cached entry of `key` if it is complete, and from someone who can run code in this process anyway."""
     for folder in _folders():
-        with suppress(OSError):
-            digest, _, kept = (folder / f"{key}.o").read_bytes().partition(b"\n")
-            if digest == sha256(kept).hexdigest().encode():
+        with suppress(OSError, InputError), opened_regular(folder / f"{key}.o") as file:
+            if not _is_trusted(os.fstat(file.fileno())):
+                continue
+            digest, _, kept = file.read().partition(b"\n")
+            if digest == _digest(key, kept):
                 return kept
     return None
 
 
+def _is_trusted(state: os.stat_result) -> bool:
+    """Whether only this user, root or the owner of the package can have written a file."""
+    return state.st_uid in (os.geteuid(), 0, os.stat(__file__).st_uid) and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _digest(key: str, kept: bytes) -> bytes:
+    return sha256(key.encode() + kept).hexdigest().encode()
+
+
 def _keep(key: str, made: bytes) -> None:
-    """Writes the code atomically to the first writable folder. Without such a folder, each process compiles."""
+    """Writes the code atomically to the first writable folder, for all users. Without such a folder, each process compiles."""
     for folder in _folders():
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{key}.")
-            with os.fdopen(handle, "wb") as file:
-                file.write(sha256(made).hexdigest().encode() + b"\n" + made)
-            os.replace(draft, folder / f"{key}.o")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    os.fchmod(handle, 0o644)
+                    file.write(_digest(key, made) + b"\n" + made)
+                os.replace(draft, folder / f"{key}.o")
+            except BaseException:
+                os.unlink(draft)
+                raise
             return
