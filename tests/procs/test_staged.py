@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -122,8 +123,9 @@ def test_ranks_that_share_a_gpu_stage_their_messages(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(choice, "gather_objects", lambda topics, value: uuids)
     monkeypatch.setitem(choice.MAKERS, "nccl", lambda topics: "nccl")
     monkeypatch.setitem(choice.MAKERS, "staged", lambda topics: "staged")
+    control = SimpleNamespace(group=SimpleNamespace(ranks=range(2)))
     if expected:
-        assert choice._choice(name, None, torch.device("cuda"), [])[0] == expected  # type: ignore[arg-type]
+        assert choice._choice(name, control, torch.device("cuda"), [])[0] == expected  # type: ignore[arg-type]
     else:
         with raises(zb.InputError, "ranks 0, 1", "GPU a"):
-            choice._choice(name, None, torch.device("cuda"), [])  # type: ignore[arg-type]
+            choice._choice(name, control, torch.device("cuda"), [])  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def used(group: Any, calls: Calls, folder: str, way: str) -> list[float]:
     if way == "split":
         calls(pipe.profile_layers, x, y, steps=1, trains=True)
     calls(pipe.memory_forecast, costs)
-    calls(pipe.load_state_dict, calls(pipe.state_dict))
+    calls(pipe.load_step_state, calls(pipe.step_state))
     calls(zb.save, folder, pipe, optimizer)
     calls(zb.load, folder, pipe, optimizer)
     found.append(calls(pipe.step, x, y, trains=True))
@@ -209,5 +209,5 @@ def seeds(group: Any) -> tuple[list[int], int]:
         torch.manual_seed(3)
         torch.rand(num_draws)
         with zb.Pipeline(stage_of, "1f1b", M, nn.functional.mse_loss, group=group) as pipe:
-            found.append(pipe.state_dict()["draws_seed"])
+            found.append(pipe.step_state()["draws_seed"])
     return found[:2], found[2]

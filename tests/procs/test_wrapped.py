@@ -123,7 +123,7 @@ def grown_copy(group: Any) -> str:
         pipe.step(*batch(4))
         for module in pipe.modules.values():
             module.grow()
-        with pytest.raises(zb.PipelineError) as caught:
+        with pytest.raises(zb.InputError) as caught:
             pipe.step(*batch(4))
         return str(caught.value)
 

@@ -15,8 +15,8 @@ def refused(method: str, call: str) -> Callable[..., NoReturn]:
         raise InputError(
             "a Pipeline has no {method}(), because each rank has the weights of its own stages only",
             method=method,
-            remedy=f"call zb.{call}(path, pipe, optimizer) on every rank, with model_only=True instead of the optimizer for the weights alone; "
-            "zb.gathered(model) brings them into the unsplit model",
+            remedy=f"call zb.{call}(path, pipe, optimizer) on every rank, with model_only=True instead of the optimizer for the weights "
+            "alone; zb.gathered(model) brings them into the unsplit model",
         )
 
     refuse.__name__ = method

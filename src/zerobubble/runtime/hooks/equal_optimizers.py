@@ -215,11 +215,11 @@ class _OptimizerUses:
         self._groups = [(weakref.ref(optimizer), [type(optimizer).__name__, _options_of(optimizer, group)]) for optimizer, group in groups]
 
     def of(self, parameter: nn.Parameter, reads_state: bool) -> Uses:
-        """Returns the optimizers of a parameter, with its states if it `reads_state`."""
+        """Returns the optimizers of a parameter in an order that all ranks share, with its states if it `reads_state`."""
         if not parameter.requires_grad:
             return [["frozen", {}, ""]]
         found = [self._groups[number] for number in self._places.get(parameter, ())]
-        return [[*options, _state_of(optimizer(), parameter) if reads_state else ""] for optimizer, options in found]
+        return sorted(([*options, _state_of(optimizer(), parameter) if reads_state else ""] for optimizer, options in found), key=str)
 
 
 def _without_wrapped(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -21,6 +21,9 @@ from zerobubble.errors import InputError
 _SAMPLED = 4096
 """Number of elements that are compared of a tensor."""
 
+_READ_NOTHING = ("AddBackward0", "SubBackward0")
+"""Autograd nodes whose backward pass reads none of their operands."""
+
 
 class UnsavedReads:
     """Compares what the backward passes of microbatches in flight read before and after stage `index` runs another forward.
@@ -90,20 +93,25 @@ class UnsavedReads:
     def _reached(self, nodes: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of the stage and the tensors in a `ctx` that lie behind `nodes`, each with a name for messages."""
         seen: set[Any] = {None}
+        read: set[Any] = set()
         left = list(nodes)
         while left:
             node = left.pop()
             if node in seen:
                 continue
             seen.add(node)
-            left += [following for following, _ in node.next_functions]
-            parameter: Any = getattr(node, "variable", None)
-            if id(parameter) in self._names:
-                yield f"parameter {self._names[id(parameter)]}", parameter
-            elif isinstance(node, BackwardCFunction):
+            following = [following for following, _ in node.next_functions]
+            left += following
+            if node.name() not in _READ_NOTHING:
+                read.update(following)
+            if isinstance(node, BackwardCFunction):
                 kind = type(node).__name__.removesuffix("Backward")
                 for name, value in vars(node).items():
                     yield from ((f"ctx.{name} of {kind}", leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        for node in read & seen:
+            parameter: Any = getattr(node, "variable", None)
+            if id(parameter) in self._names:
+                yield f"parameter {self._names[id(parameter)]}", parameter
 
 
 class _Read:
