@@ -81,7 +81,7 @@ def main(folder: Path, pipelined: bool) -> None:
         from zerobubble.integrations.transformers import PipelineTrainer
 
         base = PipelineTrainer
-        options = {"schedule": "zb-v", "num_microbatches": 4}
+        options = {"schedule": "zb-v", "num_microbatches": 4, "loss_weight": lambda inputs: WEIGHTS[inputs["labels"]].sum()}
     trainer = type("WeightedTrainer", (WeightedLoss, base), {})(
         model=model,
         args=arguments,
