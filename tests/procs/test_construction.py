@@ -18,6 +18,8 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +31,7 @@ from torch import nn
 import zerobubble as zb
 from tests.procs.exhaustive import EXHAUSTIVE, SEED, one_in
 from tests.procs.models import batch, build, loss_fn
-from tests.procs.patience import SHORT_S
+from tests.procs.patience import SHORT_S, TIMING
 from tests.procs.random_signals.outside import is_locked, is_torn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import Moment, judge_all, kill, replaced, stop, struck
@@ -39,6 +41,7 @@ from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.transport import choice, rendezvous
 from zerobubble.runtime.transport.contact import host_is_silent
+from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.gloo import EndableStore, GlooEndpoint
 from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
@@ -385,6 +388,7 @@ def judge_in(world: Ranks, case: Case) -> None:
         os.kill(world.processes[case.rank].pid or 0, signal.SIGCONT)
         state, woken = world.outcome(case.rank)
         assert state == "ok", f"{case}: {woken}"
+        assert Ended(*woken).rank == case.rank, f"{case}: {woken}"
         assert len(set(world.run(one_right_step, ranks=RANKS))) == 1
 
 
@@ -413,6 +417,48 @@ def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_reported_to_the_liv
     """One case in five, of which there are two for most moments, unless ZEROBUBBLE_EXHAUSTIVE=1."""
     cases = [Case(act, moment, rank, hosted) for moment in INSIDE for rank in range(RANKS) for hosted in (False, True)]
     judge_all(judge, one_in(5, cases), at_once=3)
+
+
+WHILE_MEETING = {
+    "coming": INSIDE["coming"],
+    "deciding": Moment(rendezvous._Participant, "_judge", 0, ""),
+    "having met": INSIDE["having met"],
+    "meeting the others": INSIDE["meeting the others"],
+}
+
+
+def freeze_while_meeting(group: Any, moment: str, victim: int) -> Ended:
+    """The victim counts a shorter silence of the store as its fault than the others bear, so that the time of the test's signal is free."""
+    with ExitStack() as stack:
+        if dist.get_rank(group) == victim:
+            timing = TIMING._replace(silence_s=TIMING.answer_s)
+            stack.enter_context(replaced(choice, "Group", partial(Group, timing=timing)))
+            stack.enter_context(struck(WHILE_MEETING[moment], stop))
+        return construct(group, timeout=2 * TIMEOUT)
+
+
+def judge_woken(case: tuple[str, int]) -> None:
+    """The others report the victim and end before it goes on, and the store may end with them."""
+    world, victim = Ranks(3, hosted=True), case[1]
+    try:
+        world.run(one_right_step, ranks=3)  # first imports take time
+        world.start(freeze_while_meeting, *case, ranks=3)
+        others = [rank for rank in range(3) if rank != victim]
+        reported = [world.outcome(rank) for rank in others]
+        assert {(state, Ended(*end).rank) for state, end in reported} == {("ok", victim)}, f"{case}: {reported}"
+        for rank in others:
+            world.processes[rank].kill()
+            wait([world.processes[rank].sentinel])
+        os.kill(world.processes[victim].pid or 0, signal.SIGCONT)
+        state, woken = world.outcome(victim)
+        assert (state, woken[0], woken[2]) == ("ok", "PipelineError", victim), f"{case}: {woken}"
+    finally:
+        world.kill()
+
+
+@pytest.mark.long
+def test_a_rank_that_stood_still_while_the_ranks_met_names_itself_though_the_others_have_ended() -> None:
+    judge_all(judge_woken, [*((moment, 0) for moment in WHILE_MEETING), ("having met", 1), ("meeting the others", 2)], at_once=3)
 
 
 LEAVING = """

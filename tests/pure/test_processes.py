@@ -23,6 +23,7 @@ from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.rank_process import RankProcess, has_ended, start_of, this_process
 from zerobubble.runtime.transport.rendezvous import RendezvousRecord, rendezvous
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
+from zerobubble.runtime.transport.stalls import StallMonitor
 from zerobubble.runtime.transport.terms import versions
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
@@ -257,3 +258,19 @@ def test_a_process_that_has_ended_is_not_waited_for_when_survivors_meet(sleeper:
     with pytest.raises(PipelineError) as caught:
         rendezvous(group, RendezvousRecord("", versions(), this_process()), 600.0)
     assert caught.value.rank == 0
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_host_that_stalled_names_itself_only_if_no_rank_that_arrived_is_left(sleeper: subprocess.Popen[bytes], is_alive: bool) -> None:
+    """Rank 1 arrives before the process with the store stalls, and rank 2 finds it stalled."""
+    arrived = RendezvousRecord("", versions(), this_process()._replace(number=sleeper.pid, started=start_of(sleeper.pid)))
+    if not is_alive:
+        sleeper.kill()
+        sleeper.wait()
+    store, stalls = StoreOfOne(), StallMonitor()
+    store.kept = {"round": b"now", "now/1": json.dumps(arrived).encode()}
+    with stalls.waiting(-60.0):
+        pass
+    with pytest.raises(PipelineError) as caught:
+        rendezvous(Group(0, 3, store, store_host=0, stalls=stalls), RendezvousRecord("", versions(), this_process()), 0.3)
+    assert caught.value.rank == (2 if is_alive else 0)

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerobubble.runtime.failure import store_thread
-from zerobubble.runtime.failure.store_thread import StallMonitor, StoreThread
+from zerobubble.runtime.failure.store_thread import StoreThread
+from zerobubble.runtime.transport import stalls as stalls_module
+from zerobubble.runtime.transport.stalls import StallMonitor
 
 SILENCE_S, EARLY_S = 1.0, 0.15
 """For how long a store may be silent, and by how much less than that may be borne: a tick, and what counting is off."""
@@ -48,7 +49,7 @@ def test_three_that_wait_for_a_silent_store_count_its_silence_once() -> None:
 def test_a_short_stall_does_not_hide_a_long_one_just_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a process that was stopped is starved when it goes on."""
     now = [100.0]
-    monkeypatch.setattr(store_thread, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(stalls_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stalls = StallMonitor()
     found = []
     for takes in (0.5, 9.5, 0.9, 0.5):

@@ -8,14 +8,14 @@ a few seconds of silence, while the thread may stay blocked.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from zerobubble.runtime.transport.measured_store import MeasuredStore
+from zerobubble.runtime.transport.stalls import StallMonitor
 
 _TICK_S = 0.1
 
@@ -36,39 +36,6 @@ class _Request(Generic[Answer]):
                 self.answer = self._call()
         finally:
             self.is_done.set()
-
-
-class StallMonitor:
-    """Measures how long this process stalled: stopped by a signal, starved of CPU, or with the GIL held by foreign code.
-
-    One thread waits with a timeout, and any thread may ask how late it woke up.
-    """
-
-    def __init__(self) -> None:
-        self._due: float | None = None
-        self._past: tuple[tuple[float, float], ...] = ()
-        """Stalls that no later one has exceeded: the time when this process resumed, and the seconds of the stall. Replaced whole, so that
-        other threads need no lock to read it."""
-
-    @contextmanager
-    def waiting(self, seconds: float) -> Iterator[None]:
-        """A context for a wait of at most `seconds`: any time beyond is a stall."""
-        self._due = time.monotonic() + seconds
-        try:
-            yield
-        finally:
-            late, self._due = time.monotonic() - self._due, None
-            if late > _TICK_S:
-                self._past = (*(each for each in self._past if each[1] > late), (time.monotonic(), late))
-
-    def longest(self, seconds: float) -> float:
-        """Returns the seconds of the longest stall that is going on or has ended within the last `seconds`; 0 if there was none.
-
-        A process that resumes after a long stop is often starved again at first. Such a short stall must not hide the long one.
-        """
-        due, now = self._due, time.monotonic()
-        current = 0.0 if due is None else now - due  # the waiting thread has not resumed yet
-        return max(current if current > _TICK_S else 0.0, *(late for resumed, late in self._past if now - resumed < seconds), 0.0)
 
 
 class StoreThread:

@@ -26,10 +26,11 @@ from typing import Any, TypeVar
 from zerobubble.runtime.failure.blame import CLOSING, diagnose, lost_contact, process_end_report, store_host_end_report
 from zerobubble.runtime.failure.error_text import text_of
 from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
-from zerobubble.runtime.failure.store_thread import StallMonitor, StoreThread
+from zerobubble.runtime.failure.store_thread import StoreThread
 from zerobubble.runtime.transport.contact import host_is_silent, stalled
 from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.measured_store import MeasuredStore
+from zerobubble.runtime.transport.stalls import StallMonitor
 
 _POLL_S = 0.02
 _POLLS_FOR_END = 50
@@ -212,7 +213,7 @@ class _Listener:
         abort: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
         self.received: FailureReport | None = None
-        self.stalls = StallMonitor()
+        self.stalls = group.stalls or StallMonitor()
         self._rank = group.rank
         self._recent_s = group.timing.answer_s
         self._status = status

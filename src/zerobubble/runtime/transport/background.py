@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from zerobubble.runtime.device import current_stream, set_stream
+from zerobubble.runtime.transport.stalls import StallMonitor
 
 Answer = TypeVar("Answer")
 
@@ -26,11 +27,14 @@ _detached: weakref.WeakKeyDictionary[threading.Thread, float] = weakref.WeakKeyD
 """The detached threads, each with the latest `time.monotonic()` at which its call ends."""
 
 
-def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None], longest_s: float = math.inf) -> Answer:
+def in_background(
+    call: Callable[[], Answer], every_tick: Callable[[float], None], longest_s: float = math.inf, stalls: StallMonitor | None = None
+) -> Answer:
     """Runs `call` in a thread of its own, and returns its result or raises its error.
 
     Meanwhile, calls `every_tick(seconds)` ten times a second with the time waited since its last call. Time in which this process itself
-    was frozen or starved does not count. If `every_tick` raises, the thread is detached; `call` must then end within `longest_s` seconds.
+    was frozen or starved does not count; `stalls` measures it. If `every_tick` raises, the thread is detached; `call` must then end within
+    `longest_s` seconds.
     """
     future: Future[Answer] = Future()
     modes = _Modes(torch.is_inference_mode_enabled(), current_stream())
@@ -38,7 +42,7 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
     thread.start()
     began = ticked = time.monotonic()
     try:
-        while not wait([future], _TICK_S).done:
+        while not _is_done(future, stalls or StallMonitor()):
             now = time.monotonic()
             every_tick(min(now - ticked, _LONGEST_TICK_S))
             ticked = now
@@ -49,6 +53,12 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
         raise
     finally:
         del future  # its error refers to this stack frame, and so to all its variables
+
+
+def _is_done(future: Future[Answer], stalls: StallMonitor) -> bool:
+    """Returns whether the future is done, after at most a tick."""
+    with stalls.waiting(_TICK_S):
+        return bool(wait([future], _TICK_S).done)
 
 
 @atexit.register

@@ -30,6 +30,7 @@ from zerobubble.runtime.transport.rendezvous import RendezvousRecord, rendezvous
 from zerobubble.runtime.transport.same_machine import NoSharedMemoryError
 from zerobubble.runtime.transport.shared_memory import SharedMemoryEndpoint
 from zerobubble.runtime.transport.staged import StagedEndpoint
+from zerobubble.runtime.transport.stalls import StallMonitor
 from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
@@ -139,7 +140,7 @@ def gloo_endpoint(layout: Layout, timeout: float, record: RendezvousRecord | Non
     place = f"zerobubble/rendezvous/{layout.name}/{'-'.join(map(str, ranks))}"
     own_part = dist.distributed_c10d.PrefixStore(place, store)
     here, size, host = ranks.index(dist.get_rank()), len(layout.members), _store_host(layout)
-    group = Group(here, size, own_part, host, processes=layout.processes, survivors=layout.survivors)
+    group = Group(here, size, own_part, host, processes=layout.processes, survivors=layout.survivors, stalls=StallMonitor())
     outcome = rendezvous(group, record or RendezvousRecord("", versions(), this_process()), timeout)
     # A prefix of this session: keys of an earlier pipeline of the same ranks, such as its failure report, must not be read here.
     session_store = dist.distributed_c10d.PrefixStore(f"zerobubble/{outcome.session}", store)

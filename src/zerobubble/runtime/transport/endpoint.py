@@ -18,6 +18,7 @@ from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.rank_process import RankProcess
+from zerobubble.runtime.transport.stalls import StallMonitor
 from zerobubble.runtime.transport.sums import RingSums
 from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.shapes import Shapes
@@ -66,7 +67,8 @@ class Group(NamedTuple):
 
     `store_host` is the rank whose process hosts the store, None if none of these ranks does. `name` differs between pipelines and is the
     same on all ranks. `processes` are those of `ranks` if they are known before the ranks connect; else the ranks exchange them.
-    `survivors` are the ranks that are left of a larger group, where they keep their numbers; empty for ranks 0, 1, ...
+    `survivors` are the ranks that are left of a larger group, where they keep their numbers; empty for ranks 0, 1, ... `stalls` has the
+    stalls of this process since the ranks began to meet; None if they do not meet through the store.
     """
 
     rank: int
@@ -77,6 +79,7 @@ class Group(NamedTuple):
     timing: StoreTiming = StoreTiming()
     processes: tuple[RankProcess, ...] = ()
     survivors: tuple[int, ...] = ()
+    stalls: StallMonitor | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:

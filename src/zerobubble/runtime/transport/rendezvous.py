@@ -17,7 +17,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from zerobubble.errors import InputError, PipelineError
@@ -26,6 +26,7 @@ from zerobubble.runtime.transport.contact import host_is_silent, stalled
 from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.measured_store import MeasuredStore
 from zerobubble.runtime.transport.rank_process import RankProcess, has_ended
+from zerobubble.runtime.transport.stalls import StallMonitor
 from zerobubble.runtime.transport.terms import Terms, faults_of
 from zerobubble.units import named
 
@@ -87,9 +88,9 @@ class _Participant:
         self._store = MeasuredStore(group.store)
         self._record = record
         self._timeout = timeout
+        self._longest_silence_s = min(group.timing.silence_s, timeout)
         self._missed = Outcome()
-        self._looked = time.monotonic()
-        self._stalled_s, self._resumed = 0.0, -math.inf
+        self._stalls = group.stalls or StallMonitor()
         self._waited_s = 0.0
         self._over = threading.Event()
         self._left = threading.Event()
@@ -98,40 +99,46 @@ class _Participant:
     def outcome(self) -> Outcome:
         """Joins a round and returns its outcome."""
         try:
-            return in_background(self._attend, self._count)
+            outcome = in_background(self._attend, self._count, stalls=self._stalls)
         except (_SilentError, RuntimeError):
-            return self._leave(self._own_stall() or _without_store(self._group))
+            return self._leave(self._own_stall("the torch.distributed store did not answer") or _without_store(self._group))
         except BaseException as error:  # this process is to end, as by KeyboardInterrupt
             rank = self._group.rank
             self._leave(Outcome(failure=f"rank {rank} failed while meeting the other ranks: {type(error).__name__}", rank=rank))
             self._left.wait(_STAY_S)
             raise
+        self._stalls.keep(self._group.timing.answer_s)  # until the ranks have connected: the others may have given up on this one
+        return outcome
 
     def _count(self, seconds: float) -> None:
         """Counts the time waited. Raises `_SilentError` if the store has been silent for too long."""
-        self._look_at_clock()
         self._waited_s += seconds
         self._store.count(seconds)
         if self._waited_s >= self._timeout:
             self._over.set()
-        if self._store.silence_s >= min(self._group.timing.silence_s, self._timeout):
+        if self._store.silence_s >= self._longest_silence_s:
             raise _SilentError
 
-    def _look_at_clock(self) -> None:
-        """Notes whether this process has stalled since the last call."""
-        now = time.monotonic()
-        if now - self._looked > _STALL_S:
-            self._stalled_s, self._resumed = now - self._looked, now
-        self._looked = now
+    def _own_stall(self, found: str, recent_s: float | None = None) -> Outcome | None:
+        """Returns that this process has stalled, and what it `found` then: the others may have given up on it and ended.
 
-    def _own_stall(self) -> Outcome | None:
-        """Returns that this process has recently stalled, if so: the others may have given up on it and ended, and the store with them."""
-        self._look_at_clock()
-        if time.monotonic() - self._resumed > self._group.timing.answer_s:
+        Returns None if no stall ended within the last `recent_s`, by default the seconds that ranks wait for an answer.
+        """
+        seconds = self._stalls.longest(self._group.timing.answer_s if recent_s is None else recent_s)
+        if seconds < _STALL_S:
             return None
         rank = self._group.rank
-        found = "then the torch.distributed store did not answer"
-        return Outcome(failure=f"{stalled(rank, self._stalled_s)}; {found}", rank=rank)
+        return Outcome(failure=f"{stalled(rank, seconds)}; then {found}", rank=rank)
+
+    def _was_given_up(self, everybody: Mapping[int, str], missing: Sequence[int]) -> bool:
+        """Returns whether the others, some of whose records are `missing`, may have come and found the store of this process silent.
+
+        If one that has arrived is still here, this process did not stall long enough to be given up.
+        """
+        if self._group.rank != self._group.store_host or self._stalls.longest(math.inf) < self._longest_silence_s:
+            return False
+        arrived = [rank for rank in everybody if rank not in (*missing, self._group.rank)]
+        return all(has_ended(RankProcess(*json.loads(self._store.get(everybody[rank]))[2])) for rank in arrived)
 
     def _leave(self, reason: Outcome) -> Outcome:
         """Gives up for this reason. The thread publishes it to the others if the store answers again."""
@@ -168,7 +175,8 @@ class _Participant:
         """Returns the failure of a rank whose process has ended, among the processes that are known; None if all are alive."""
         for rank, process in zip(self._group.ranks, self._group.processes, strict=False):  # none if they are not known
             if has_ended(process):
-                return Outcome(failure=f"rank {rank} is gone: its process ended before the ranks had met; see the log there", rank=rank)
+                gone = f"rank {rank} is gone: its process ended before the ranks had met; see the log there"
+                return self._own_stall(gone) or Outcome(failure=gone, rank=rank)
         return None
 
     def _stay_until_read(self, current: str) -> None:
@@ -218,6 +226,8 @@ class _Participant:
             silent = f"rank {first} does not answer: it called Pipeline(...) and then was silent"
             return Outcome(failure=f"{silent} for {self._timeout:g} s; see the log there", rank=first)
         late = f"{named('rank', missing)} did not call Pipeline(...) within {self._timeout:g} s"
+        if self._was_given_up(everybody, missing) and (stall := self._own_stall(late, math.inf)) is not None:
+            return stall
         remedy = "see the log there, or raise `timeout` if it may take that long"
         return Outcome(failure=f"{late}; {remedy}", rank=missing[0] if len(missing) == 1 else -1)
 

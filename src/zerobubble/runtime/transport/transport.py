@@ -79,6 +79,8 @@ class Transport:
         with exchanging():
             self._for_control.connect()
         self._barrier()
+        if self.group.stalls is not None:
+            self.group.stalls.forget()
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         """Opens the lines for tensors on `device`, and `channels`. When it returns, all ranks have them.
