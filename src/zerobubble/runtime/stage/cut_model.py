@@ -49,11 +49,13 @@ class CutModel:
 
     Attributes:
         remedy: How a training framework saves the model, for errors.
+        pipe: How the user's code names the pipeline, for errors.
         opened: The channels through which weights were gathered before.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], rank: int, loss_fn: object = None) -> None:
         self.remedy = ""
+        self.pipe = "pipe"
         self.opened: set[Channel] = set()
         self._modules = modules
         self._rank = rank
@@ -139,13 +141,20 @@ class CutModel:
             model.__dict__.pop("_apply", None)
         return was_released
 
-    def _error(self, name: str) -> InputError:
+    def _error(self, name: str, what: str) -> InputError:
+        remedy = f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed"
+        if what == "gradient":
+            remedy = (
+                f"loop over {self.pipe}.parameters(), the parameters of this rank, for what changes each gradient alone, and call "
+                f"{self.pipe}.clip_grad_norm_(math.inf) on all ranks for the norm of all gradients"
+            )
         return InputError(
-            "rank {rank} does not have the trained values of {name!r}: it trains {stages}, and {name!r} is of another rank's stage",
+            "rank {rank} does not have the {what} of {name!r}: it trains {stages}, and {name!r} is of another rank's stage",
             rank=self._rank,
+            what="trained values" if what == "values" else what,
             name=name,
             stages=named("stage", sorted(self._modules)),
-            remedy=f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed",
+            remedy=remedy,
         )
 
 

@@ -3,12 +3,18 @@
 A released tensor stays the same object, with its name, shape, dtype, device and `requires_grad`, so optimizers and modules that hold it
 keep it. Its class becomes a subclass whose `__torch_function__` refuses everything but metadata. The few functions of torch that bypass
 `__torch_function__`, such as `torch.tensor(parameter)`, read NaN.
+
+Its gradient is that of another rank. Optimizers and the loops of torch, such as `zero_grad`, skip parameters without gradients, so they
+read None. All other code that reads it, such as a norm of the gradients of `model.parameters()`, would get a rank's share, and is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import islice
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from zerobubble.errors import InputError
 
-Explain = Callable[[], InputError]
-"""Returns the error that a use of a released tensor raises."""
+Explain = Callable[[str], InputError]
+"""Returns the error that a use of a released tensor raises: of its "values" or its "gradient"."""
 
 
 class _Release(NamedTuple):
@@ -35,7 +41,7 @@ _RELEASED = "_released"
 
 
 def release(tensor: Tensor, explain: Explain) -> None:
-    """Frees the memory of `tensor`, and makes every use of its values raise `explain()`.
+    """Frees the memory of `tensor`, and makes every use of its values raise `explain("values")`.
 
     Memory of subclasses other than DTensor, such as quantized tensors, is not freed.
     """
@@ -80,7 +86,6 @@ _ATTRIBUTES = frozenset(
         "layout",
         "ndim",
         "requires_grad",
-        "grad",
         "grad_fn",
         "is_leaf",
         "retains_grad",
@@ -121,6 +126,7 @@ _FUNCTIONS = frozenset(["_has_compatible_shallow_copy_type", "numel", "is_floati
 _FUNCTIONS |= {"ones_like", "full_like", "rand_like", "randn_like"}
 _CONVERSIONS = frozenset((Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16))
 _set_data: Any = getattr(Tensor.data, "__set__")  # noqa: B009 - stubs of torch have no descriptors
+_get_gradient: Any = getattr(Tensor.grad, "__get__")  # noqa: B009
 _set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009
 _set_requires_grad: Any = getattr(Tensor.requires_grad, "__set__")  # noqa: B009
 
@@ -141,20 +147,40 @@ def _refuse_values(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (),
         return strides[args[1]] if len(args) > 1 else strides
     if func in _CONVERSIONS and is_released(args[0]):
         return _moved(args[0], func, args[1:], kwargs)
+    reads_gradient = func == _get_gradient
+    if reads_gradient and args[0].requires_grad and not _skips_missing_gradients(sys._getframe(1)):
+        raise args[0].__dict__[_RELEASED].explain("gradient")
     clears_gradient = func == _set_gradient and args[1] is None
     keeps_data = func == _set_data and args[1] is args[0]
     names_type = func is Tensor.type and len(args) == 1 and not kwargs
-    if clears_gradient or keeps_data or names_type or func in _harmless():
+    if reads_gradient or clears_gradient or keeps_data or names_type or func in _harmless():
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    raise _first_released((args, kwargs)).explain()
+    raise _first_released((args, kwargs)).explain("values")
+
+
+_MOST_FRAMES = 4
+"""The number of functions between an optimizer and a gradient that it reads, at most."""
+
+
+def _skips_missing_gradients(frame: FrameType) -> bool:
+    """Returns whether the function that reads a gradient is torch's, ours or an optimizer's."""
+    if frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "zerobubble"):
+        return True
+    return any(isinstance(caller.f_locals.get("self"), torch.optim.Optimizer) for caller in islice(_callers(frame), _MOST_FRAMES))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _moved(tensor: Tensor, convert: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Returns the released `tensor`, on the device to which it is converted, as by `model.cpu()`. Other dtypes are refused."""
     probe = convert(torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
     if probe.dtype != tensor.dtype or (isinstance(tensor, DTensor) and probe.device != tensor.device):
-        raise tensor.__dict__[_RELEASED].explain()
+        raise tensor.__dict__[_RELEASED].explain("values")
     if probe.device != tensor.device:
         with torch._C.DisableTorchFunctionSubclass():
             tensor.data = _empty_like(tensor, probe.device)
@@ -168,7 +194,7 @@ def _first_released(value: Any) -> _Release:
 
 
 def _refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise tensor.__dict__[_RELEASED].explain()
+    raise tensor.__dict__[_RELEASED].explain("values")
 
 
 def _repr(tensor: Tensor, *, tensor_contents: Any = None) -> str:
