@@ -18,7 +18,7 @@ from zerobubble import InputError
 from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
-SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods")
+SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads")
 REPLICATED = ("mean", "plain", "local counts", "logged")
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""
@@ -59,7 +59,7 @@ def assert_same(folder: Path, reference: Path, case: str, names: set[str]) -> No
 
 @pytest.mark.feature("losses that are means", "class weights with loss_weight", "distillation", "gradient accumulation of means")
 @pytest.mark.feature("self.log in compute_loss", "masked language models", "classifiers", "sequence-to-sequence models")
-@pytest.mark.feature("predict_with_generate", "overridden methods of the trainer")
+@pytest.mark.feature("predict_with_generate", "overridden methods of the trainer", "models that are plain modules", "Whisper")
 @pytest.mark.parametrize("case", long_if([case for case in CASES if case not in SHORT], CASES))
 def test_losses_train_as_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same(pipelined, reference, case, {"loss", "grad_norm", "eval_loss", "ce", "calls"})

@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForQuestionAnswering,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -30,13 +31,20 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 STEPS, BATCH = 4, 8
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+WHISPER = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+WHISPER |= {"vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8}
+WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 MASK = 63
+RARE = 41
+POSITIONS = ("start_positions", "end_positions")
 
 
 def language_model() -> nn.Module:
@@ -54,6 +62,34 @@ def masked_model() -> nn.Module:
 
 def sequence_model() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(vocab_size=64, dropout_rate=0.0, **T5)).double()
+
+
+def answering_model() -> nn.Module:
+    config = BertConfig(vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES)
+    return BertForQuestionAnswering(config).double()
+
+
+def speech_model() -> nn.Module:
+    model = WhisperForConditionalGeneration(WhisperConfig(max_source_positions=10, max_target_positions=16, dropout=0.0, **WHISPER))
+    model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
+    return model.double()
+
+
+class TwoHeads(nn.Module):
+    """A model of one's own with a class and a number for each sample, and trained weights of both losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = masked_model().bert
+        self.kind, self.number = nn.Linear(16, 3).double(), nn.Linear(16, 1).double()
+        self.log_scales = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, input_ids: Any, kinds: Any = None, numbers: Any = None) -> dict[str, Any]:
+        hidden = self.encoder(input_ids).last_hidden_state[:, 0]
+        kind, number = self.kind(hidden), self.number(hidden).squeeze(-1)
+        losses = (functional.cross_entropy(kind, kinds), functional.mse_loss(number, numbers)) if kinds is not None else (0.0, 0.0)
+        scales = torch.exp(-self.log_scales)
+        return {"loss": losses[0] * scales[0] + losses[1] * scales[1] + self.log_scales.sum(), "kind": kind, "number": number}
 
 
 def tokens(index: int) -> dict[str, Any]:
@@ -83,6 +119,25 @@ def rare_class(index: int) -> dict[str, Any]:
 
 def of_class(index: int) -> dict[str, Any]:
     return {"input_ids": tokens(index)["input_ids"], "labels": index * 7 % 3}
+
+
+def of_two_kinds(index: int) -> dict[str, Any]:
+    number = torch.tensor(index % 5 / 4, dtype=torch.float64)
+    return {"input_ids": tokens(index)["input_ids"], "kinds": index * 7 % 3, "numbers": number}
+
+
+def speech(index: int) -> dict[str, Any]:
+    sound = torch.rand(8, 20, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+    return {"input_features": sound, "labels": tokens(index)["input_ids"]}
+
+
+def rarely_outside(index: int) -> dict[str, Any]:
+    """A question whose answer begins outside of the text in few samples, so that the model ignores its position."""
+    return {
+        "input_ids": tokens(index)["input_ids"],
+        "start_positions": 12 if index == RARE else index * 3 % 12,
+        "end_positions": index % 12,
+    }
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -278,6 +333,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sequences": {"kind": "Trainer", "model": sequence_model, "settings": {"gradient_accumulation_steps": 2}},
     "draws after the call": {"kind": "DrawsAfter"},
     "methods": {"kind": "Called"},
+    "two heads": {"kind": "Trainer", "model": TwoHeads, "data": of_two_kinds, "settings": {"label_names": ["kinds", "numbers"]}},
+    "speech": {"kind": "Trainer", "model": speech_model, "data": speech},
     "generated": {"kind": "Generated", "model": sequence_model, "settings": {"predict_with_generate": True, "generation_max_length": 8}},
 }
 """What trains as on one device."""
@@ -285,6 +342,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "weighted without weights": {"kind": "Weighted", "model": classifier, "data": rare_class},
     "other weights": {"kind": "Mean", "loss_weight": lambda inputs: len(inputs["labels"])},
     "entropy": {"kind": "Entropy"},
+    "a rare position": {"kind": "Trainer", "model": answering_model, "data": rarely_outside, "settings": {"label_names": list(POSITIONS)}},
     "contrastive": {"kind": "Contrastive", "data": full_tokens},
     "pairs": {"kind": "Pairs", "data": full_tokens},
     "two calls": {"kind": "Twice"},

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 MOST_SAMPLES = 4
-"""The number of samples that a probe compares."""
+"""The number of samples that a probe compares, without those with the largest and smallest labels."""
 
 
 class Rule(NamedTuple):
@@ -69,15 +69,23 @@ def _after(tensor: Tensor, first: int) -> Tensor:
     return tensor[..., first:] if tensor.ndim > 1 else tensor
 
 
-def telling_samples(samples: Sequence[Mapping[str, Any]], rules: Iterable[Rule]) -> list[int]:
-    """Returns the indices of a few samples in which the counts of the rules differ most."""
+def extremes(batch: Mapping[str, Any], names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Returns the smallest and the largest of the labels of a batch by name, where a sample has one class or position as its label.
+
+    Losses may ignore one of these, such as the position after the last token, for an answer outside of the text.
+    """
+    labels = {name: batch[name] for name in names if isinstance(batch.get(name), Tensor)}
+    return {name: (int(of.min()), int(of.max())) for name, of in labels.items() if of.ndim == 1 and of.numel() and of.dtype == torch.int64}
+
+
+def telling_samples(samples: Sequence[Mapping[str, Any]], rules: Iterable[Rule], labels: Iterable[str] = ()) -> list[int]:
+    """Returns the indices of a few samples in which the counts of the rules differ most, and of those with extreme `labels`."""
     chosen: dict[int, None] = {}
-    for rule in rules:
-        if rule.divisor is not None:
-            counts = [rule.divisor(sample) for sample in samples]
-            chosen |= dict.fromkeys((counts.index(max(counts)), counts.index(min(counts))))
+    values = [[float(sample[name]) for sample in samples] for name in labels]
+    for counts in (*values, *([rule.divisor(sample) for sample in samples] for rule in rules if rule.divisor is not None)):
+        chosen |= dict.fromkeys((counts.index(max(counts)), counts.index(min(counts))))
     chosen |= dict.fromkeys(range(len(samples)))
-    return sorted(list(chosen)[:MOST_SAMPLES])
+    return sorted(list(chosen)[: MOST_SAMPLES + 2 * len(values)])
 
 
 def with_other_labels(batch: Mapping[str, Any], names: Sequence[str], num_classes: int) -> dict[str, Any] | None:

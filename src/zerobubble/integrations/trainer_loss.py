@@ -4,7 +4,8 @@ Every rank runs it for each microbatch up to the call of the model, to capture t
 once more, where the call returns the output that the pipeline has computed. Both runs draw the same random numbers.
 
 What the function divides by is found out from a few samples of a batch (see `loss_rules`), before the first step, before steps 2, 4, 8 and
-so on, and before a step in which the rules that have applied so far differ. So a step costs no further call.
+so on, and before a step in which the rules that have applied so far differ, or with a larger or smaller label than before. So a step costs
+no further call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from torch.utils import _pytree as pytree
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, samples_of
 from zerobubble.integrations.lone_calls import collectives_refused, numbers_of, unchanged
-from zerobubble.integrations.loss_rules import Rule, differ, fits, rules_of, telling_samples, with_other_labels, with_varied_scales
+from zerobubble.integrations.loss_rules import (
+    Rule,
+    differ,
+    extremes,
+    fits,
+    rules_of,
+    telling_samples,
+    with_other_labels,
+    with_varied_scales,
+)
 from zerobubble.integrations.whole_model import CalledError, raise_called, replaced
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, drawn_seed, mixed, seed_generators, states_restored
@@ -107,6 +117,7 @@ class TrainerLoss:
         self._tolerance = 3e-3 if halves or trainer.accelerator.mixed_precision != "no" else 2e-5  # for the rounding of the model
         self._rules: dict[tuple[bool, tuple[str, ...]], dict[str, list[Rule]]] = {}
         self._num_steps = {True: 0, False: 0}
+        self._extremes: dict[tuple[bool, str], tuple[int, int]] = {}
         self._draws = {True: False, False: False}
         self._batch: Batch | None = None
 
@@ -119,7 +130,7 @@ class TrainerLoss:
         key = trains, tuple(name for name, value in inputs.items() if value is not None)
         self._num_steps[trains] += 1
         rules = self._rules.get(key, {})
-        if self._is_due(rules, batch):
+        if self._is_due(rules, batch, has_new_labels=self._has_new_labels(inputs, trains=trains)):
             rules = self._rules[key] = self._found_out(inputs, items, trains, rules)
         batch.rules = {name: left[0] for name, left in rules.items()}
         batch.shares = batch.rules[LOSS].shares(batch.microbatches)
@@ -127,15 +138,27 @@ class TrainerLoss:
         self._batch = batch
         return batch
 
-    def _is_due(self, rules: dict[str, list[Rule]], batch: Batch) -> bool:
+    def _has_new_labels(self, inputs: Any, *, trains: bool) -> bool:
+        """Returns whether a batch has a larger or smaller label than all batches before."""
+        before = dict(self._extremes)
+        for name, (low, high) in extremes(inputs, self._trainer.label_names or ()).items():
+            lowest, highest = before.get((trains, name), (low, high))
+            self._extremes[trains, name] = min(low, lowest), max(high, highest)
+        return before != self._extremes
+
+    def _is_due(self, rules: dict[str, list[Rule]], batch: Batch, *, has_new_labels: bool) -> bool:
         """Returns whether the rules must be found out before this batch, the same on all ranks."""
         step = self._num_steps[batch.trains]
-        due = not rules or step & (step - 1) == 0 or any(differ(left, batch.microbatches) for left in rules.values())
+        due = not rules or has_new_labels or step & (step - 1) == 0 or any(differ(left, batch.microbatches) for left in rules.values())
         if self._trainer._num_replicas > 1:
             flag = torch.tensor(int(due), device=self._trainer.args.device)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._trainer._same_stages)
             due = bool(flag)
         return due
+
+    def arguments_of(self, inputs: Any) -> dict[str, Any]:
+        """Returns the arguments with which `compute_loss` calls the model for a batch, before there is a pipeline."""
+        return self._captured(Batch([inputs], True, None), 0, keeps=False)
 
     def weight(self, index: Tensor) -> float:
         """Returns the weight of a microbatch in the pipeline's mean loss. Those of a batch sum up to 1."""
@@ -312,7 +335,8 @@ class TrainerLoss:
         candidates = rules_of(inputs, lambda batch: num_samples(batch, self._dims), shifts=trainer._loss_shifts_labels)
         own = None if self._weight is None else Rule("a mean with the weights of loss_weight", self._weight)
         samples = [samples_of(inputs, [row], self._dims) for row in range(num_samples(inputs, self._dims))]
-        rows = telling_samples(samples, [*candidates, own] if own else candidates)
+        labels = extremes(inputs, trainer.label_names or ())
+        rows = telling_samples(samples, [*candidates, own] if own else candidates, labels)
         classes = getattr(getattr(trainer.model, "config", None), "num_labels", 1) or 1
         wholes = [samples_of(inputs, rows, self._dims)]
         wholes += [other] if (other := with_other_labels(wholes[0], trainer.label_names or (), classes)) else []

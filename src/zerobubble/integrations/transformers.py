@@ -29,6 +29,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples
 from zerobubble.integrations.hidden_methods import refuse_hidden_methods
 from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
+from zerobubble.integrations.trainer_example import example_of
 from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import from_last_stage
@@ -75,8 +76,8 @@ class PipelineMixin(_Trainer):
             `per_device_train_batch_size`.
         loss_weight: Returns what the mean loss of a microbatch divides by, given its inputs, such as the sum of the weights of its classes.
             By default, it is found out whether `compute_loss` sums, or averages over samples, labels or tokens; other means are refused.
-        pipeline_options: Further options of `zb.Pipeline` by name, and "cuts" and "inside_blocks" of `zb.split`. A "mesh" has the pipeline
-            along "pp" and replicas along "dp"; without one, all ranks form one pipeline.
+        pipeline_options: Further options of `zb.Pipeline` by name, and "cuts", "example" and "inside_blocks" of `zb.split`. A "mesh" has
+            the pipeline along "pp" and replicas along "dp"; without one, all ranks form one pipeline.
 
     Raises:
         InputError: For options of Trainer that a pipeline does not support, all of them at once.
@@ -103,7 +104,7 @@ class PipelineMixin(_Trainer):
         refuse_wrong_versions("transformers")
         self._schedule = schedule
         self._options = dict(pipeline_options or {})
-        self._split_options = {name: self._options.pop(name) for name in ("cuts", "inside_blocks") if name in self._options}
+        self._split_options = {name: self._options.pop(name) for name in ("cuts", "example", "inside_blocks") if name in self._options}
         self._mesh: DeviceMesh | None = self._options.get("mesh")
         self._pipe: zb.Pipeline | None = None
         self._cut_model: nn.Module | None = None
@@ -140,7 +141,8 @@ class PipelineMixin(_Trainer):
         if self._cut_model is not self.model:  # `model_init` makes another model for each `train`
             self.close()
         if self._pipe is None:
-            stages = zb.split(self.model, **self._split_options)
+            example = self._split_options.get("example", example_of(self, self._computed))
+            stages = zb.split(self.model, **self._split_options | {"example": example})
             options = {"loss_weight": self._computed.weight, **self._options}
             self._pipe = zb.Pipeline(stages, self._schedule, self._num_microbatches, self._computed.loss, **options)
             for stage in self._pipe.modules.values():
