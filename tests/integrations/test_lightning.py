@@ -8,12 +8,12 @@ import signal
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zerobubble as zb
@@ -193,17 +193,16 @@ def test_both_runs_of_a_training_step_draw_the_same(one_rank: lightning.Trainer)
 
 
 class LateDenoiser(Classifier):
-    """Draws noise from the second step on, and keeps the sum of each input of the network."""
+    """Draws noise from the second step on, and keeps the sum of each microbatch that it gives to the network."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: list[float] = []
+    sums: ClassVar[list[float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0]
         if self.global_step:
             x = x + torch.randn_like(x) + random.random()
-        self.sums.append(float(x.sum()))
+        if len(x) < 8:  # a microbatch
+            self.sums.append(float(x.sum()))
         return self.model(x).square().mean()
 
 
@@ -227,6 +226,37 @@ class Faulty(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(self, batch[0])
+
+
+def weighted(self: Any, x: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(self.model(x), x[:, 0].gt(0).long(), torch.tensor([1.0, 5.0, 1.0, 1.0, 1.0]))
+
+
+def logged(self: Any, x: Tensor) -> Tensor:
+    loss = self.model(x).square().mean()
+    self.log("root", loss.sqrt())
+    return loss
+
+
+def counted(self: Any, x: Tensor) -> Tensor:
+    self.count = getattr(self, "count", 0) + 1
+    return self.model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "stated"),
+    [
+        (lambda self, x: self.model(x).square().sum(), 'loss_weight="sum"'),
+        (lambda self, x: self.model(x).square().mean().sqrt(), "num_microbatches=1"),
+        (weighted, "loss_weight"),
+        (logged, "'root'"),
+        (counted, "self.count"),
+    ],
+    ids=["a sum", "a root", "class weights", "a logged root", "a counter"],
+)
+def test_a_number_that_is_no_mean_over_microbatches_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
+    with raises(InputError, "training_step", stated):
+        one_rank.fit(Faulty(step), data())
 
 
 @pytest.mark.refuses("two calls of the network in training_step")

@@ -19,7 +19,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples, refuse_different_batches
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse, refuse_fabric, refuse_optimizers, refuse_options, wrapping_faults
-from zerobubble.integrations.lightning.runner import Settings
+from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import from_last_stage
 from zerobubble.runtime.gathered import gathering, make_whole

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 
 class Entry(NamedTuple):
@@ -38,6 +38,28 @@ class MetricState(NamedTuple):
 
     attribute: str
     state: dict[str, Any]
+
+
+class Parts(NamedTuple):
+    """What `training_step` computes for each microbatch.
+
+    Attributes:
+        logs: The entries.
+        sizes: The numbers of samples.
+        weights: The weights of the losses.
+        losses: The losses.
+        is_sum: Whether the loss of the batch is the sum of the losses.
+    """
+
+    logs: Sequence[Sequence[Entry]]
+    sizes: Sequence[float]
+    weights: Sequence[float]
+    losses: Sequence[float]
+    is_sum: bool
+
+
+RULES = ("", "samples", "weights", "sum")
+"""How the logged value of a batch follows from those of microbatches: by `reduce_fx`, as a mean over samples, like the loss, as a sum."""
 
 
 class StepMessages:
@@ -81,31 +103,37 @@ def _form_of(entries: list[Entry]) -> list[tuple[str, dict[str, Any], torch.dtyp
     return [(entry.name, entry.options, entry.value.dtype) for entry in entries]
 
 
-def merged(logs: Sequence[Sequence[Entry]], sizes: Sequence[int], module: pl.LightningModule) -> list[Entry]:
-    """Returns one entry for each name. `logs` has the entries of each microbatch, and `sizes` its number of samples."""
-    by_name: dict[str, list[tuple[Entry, int]]] = {}
-    for entries, size in zip(logs, sizes, strict=True):
+def merged(parts: Parts, module: pl.LightningModule, rules: Mapping[str, str]) -> list[Entry]:
+    """Returns one entry for each name. `rules` has those of `RULES` that are not the first."""
+    by_name: dict[str, list[tuple[Entry, float]]] = {}
+    for entries, size, weight in zip(parts.logs, parts.sizes, parts.weights, strict=True):
         for entry in entries:
-            by_name.setdefault(entry.name, []).append((entry, size))
-    has_metrics = any(isinstance(entry.value, Metric) for entries in logs for entry in entries)
-    names = {id(metric): name for name, metric in module.named_modules() if isinstance(metric, Metric)} if has_metrics else {}
-    return [_merged(name, found, names) for name, found in by_name.items()]
+            by_name.setdefault(entry.name, []).append((entry, weight if rules.get(entry.name) == "weights" else size))
+    names = names_of_metrics(module) if any(isinstance(entry.value, Metric) for entries in parts.logs for entry in entries) else {}
+    return [_merged(name, found, names, rules.get(name, "")) for name, found in by_name.items()]
 
 
-def _merged(name: str, found: list[tuple[Entry, int]], metrics: dict[int, str]) -> Entry:
+def names_of_metrics(module: pl.LightningModule) -> dict[int, str]:
+    """Returns the names of the Metrics of a module by their ids."""
+    return {id(metric): name for name, metric in module.named_modules() if isinstance(metric, Metric)}
+
+
+def _merged(name: str, found: list[tuple[Entry, float]], metrics: dict[int, str], rule: str) -> Entry:
     last = found[-1][0]
     options = dict(last.options)
     weights = [size for _, size in found]
     if options.get("batch_size") is not None:
-        weights = [entry.options["batch_size"] for entry, _ in found]
-        options["batch_size"] = sum(weights)
+        sizes = [entry.options["batch_size"] for entry, _ in found]
+        weights = weights if rule == "weights" else sizes
+        options["batch_size"] = sum(sizes)
     if isinstance(last.value, Metric):
         return Entry(name, _state_of(last.value, metrics.get(id(last.value), ""), found, weights), options)
     values = [torch.as_tensor(entry.value) for entry, _ in found]
-    return Entry(name, _reduced(values, weights, options.get("reduce_fx", "mean")).cpu(), options)
+    reduce_fx = {"": options.get("reduce_fx", "mean"), "sum": "sum"}.get(rule, "mean")
+    return Entry(name, _reduced(values, weights, reduce_fx).cpu(), options)
 
 
-def _reduced(values: list[Tensor], weights: list[int], reduce_fx: str | Callable[..., Any]) -> Tensor:
+def _reduced(values: list[Tensor], weights: list[float], reduce_fx: str | Callable[..., Any]) -> Tensor:
     stacked = torch.stack(values)
     known: dict[Any, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.max, "min": torch.min}
     if callable(reduce_fx) and reduce_fx is not torch.mean:
@@ -113,16 +141,39 @@ def _reduced(values: list[Tensor], weights: list[int], reduce_fx: str | Callable
     if reduce_fx in known:
         return known[reduce_fx](stacked)
     stacked = stacked if stacked.is_floating_point() else stacked.float()
-    return (stacked * stacked.new_tensor(weights)).sum() / sum(weights)
+    factors = stacked.new_tensor(weights)
+    return torch.where(factors == 0, 0, stacked * factors).sum() / (sum(weights) or 1)
 
 
-def _state_of(metric: Metric, attribute: str, found: list[tuple[Entry, int]], weights: list[int]) -> MetricState:
+def _state_of(metric: Metric, attribute: str, found: list[tuple[Entry, float]], weights: list[float]) -> MetricState:
     """Returns the state of a metric that every microbatch has updated. Its value for the batch is the mean of those of microbatches."""
     caches = [entry.cache for entry, _ in found if isinstance(entry.cache, Tensor) and not entry.cache.ndim]
-    state = {name: getattr(metric, name) for name in (*metric._defaults, "_update_count")}
+    state = state_of(metric)
     if len(caches) == len(found):
         state["_forward_cache"] = _reduced(caches, weights, "mean")
     return MetricState(attribute, state)
+
+
+def counts_of(module: pl.LightningModule) -> dict[str, int]:
+    """Returns how often each Metric of a module was updated, by name."""
+    return {name: metric._update_count for name, metric in module.named_modules() if isinstance(metric, Metric)}
+
+
+def updated(module: pl.LightningModule, counts: Mapping[str, int]) -> list[MetricState]:
+    """Returns the states of the Metrics whose numbers of updates are not `counts`."""
+    for collection in module.modules():
+        if isinstance(collection, MetricCollection):
+            collection.values()  # which gives the metrics of a group their common state
+    return [
+        MetricState(name, state_of(metric))
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric) and metric._update_count != counts.get(name)
+    ]
+
+
+def state_of(metric: Metric) -> dict[str, Any]:
+    """Returns what has changed in a Metric since it was made or reset."""
+    return {name: getattr(metric, name) for name in (*metric._defaults, "_update_count")}
 
 
 def take_over(found: MetricState, module: pl.LightningModule) -> Metric:

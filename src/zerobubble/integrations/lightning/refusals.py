@@ -16,7 +16,8 @@ from torch.utils.data import DistributedSampler
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.lightning.runner import TWO_DIRECTIONS, Settings
+from zerobubble.integrations.lightning.runner import TWO_DIRECTIONS
+from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.ir import Schedule
 from zerobubble.planning import Plan
 from zerobubble.runtime.executor.program_cache import schedule_for
@@ -60,7 +61,11 @@ def refuse_options(settings: Settings, data_parallel_size: int) -> None:
     if not isinstance(data_parallel_size, int) or data_parallel_size < 1:
         found.append(f"data_parallel_size={data_parallel_size!r}: give the number of replicas, at least 1")
     given = {name: options.get(name, default) for name, default in known.items()}
-    given |= {"schedule": settings.schedule, "num_microbatches": settings.num_microbatches, "loss_weight": settings.loss_weight}
+    given |= {
+        "schedule": settings.schedule,
+        "num_microbatches": settings.num_microbatches,
+        "loss_weight": None if settings.loss_weight == "sum" else settings.loss_weight,
+    }
     # Placeholders of the right types: the strategy sets both.
     arguments = {**_defaults(), **given, "build_or_modules": [], "loss_fn": refuse_options}
     made = PipelineOptions(**arguments)

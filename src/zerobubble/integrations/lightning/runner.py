@@ -15,7 +15,7 @@ Lightning clears gradients after `training_step`. Those of the pipeline are ther
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,51 +30,17 @@ from torch.utils import _pytree as pytree
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches
-from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated, nothing
-from zerobubble.integrations.lightning.logs import Entry, StepMessages, merged
+from zerobubble.integrations.lightning.isolation import isolated, nothing
+from zerobubble.integrations.lightning.logs import Entry, MetricState, Parts, StepMessages, counts_of, merged, updated
+from zerobubble.integrations.lightning.settings import Settings
+from zerobubble.integrations.lightning.whole_batch import Fault, WholeBatch, loss_of, metrics_copied
 from zerobubble.integrations.whole_model import CalledError, copy_from, from_last_stage, own_forward, raise_called, replaced
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, states_restored
 
 Arguments = tuple[Any, ...] | dict[str, Any]
-SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
 TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The user's settings.
-
-    Attributes:
-        schedule: What `zb.Pipeline` accepts.
-        num_microbatches: The number of microbatches of a batch.
-        network: The name of the module to cut; None to find it.
-        loss_weight: Returns the weight of a microbatch, given its part of the batch; None for its number of samples.
-        split: Options of `zb.split`.
-        pipeline: Options of `zb.Pipeline`.
-    """
-
-    schedule: Any
-    num_microbatches: int
-    network: str | None
-    loss_weight: Callable[[Any], Any] | None
-    split: dict[str, Any]
-    pipeline: dict[str, Any]
-
-    @classmethod
-    def from_options(
-        cls, schedule: Any, num_microbatches: int, network: str | None, loss_weight: Callable[[Any], Any] | None, options: dict[str, Any]
-    ) -> Settings:
-        """Sorts the `options` of a strategy into those of `zb.split` and those of `zb.Pipeline`."""
-        split = {name: value for name, value in options.items() if name in SPLIT_OPTIONS}
-        pipeline = {name: value for name, value in options.items() if name not in SPLIT_OPTIONS}
-        return cls(schedule, num_microbatches, network, loss_weight, split, pipeline)
-
-    def pipeline_of(self, network: nn.Module, example: Any, loss_fn: Any, loss_weight: Any, mesh: DeviceMesh) -> zb.Pipeline:
-        """Cuts the network, and returns its pipeline."""
-        stages = zb.split(network, example=example, **self.split)
-        return zb.Pipeline(stages, self.schedule, self.num_microbatches, loss_fn, loss_weight=loss_weight, mesh=mesh, **self.pipeline)
 
 
 @dataclass
@@ -82,24 +48,30 @@ class _Step:
     """One training step.
 
     Attributes:
+        batch: The batch.
         microbatches: The parts of the batch.
         sizes: Their numbers of samples.
         rest: The other arguments of `training_step`.
         share: The factor of every loss: one over the number of batches that accumulate gradients.
+        losses: For each microbatch, its loss, without the factor.
         logs: For each microbatch, what `training_step` logged.
         extras: For each microbatch, what `training_step` returned in addition to the loss.
         states: For each microbatch, the random states at the beginning of `training_step`, if it draws random numbers before the call.
         states_after: The random states after all captures, on the rank that computes the losses.
+        counts: The numbers of updates of metrics before the step.
     """
 
+    batch: Any
     microbatches: list[Any]
     sizes: list[int]
     rest: tuple[Any, ...]
     share: float
+    losses: dict[int, Tensor] = field(default_factory=dict)
     logs: list[list[Entry]] = field(init=False)
     extras: list[dict[str, Any]] = field(init=False)
     states: list[RandomStates] = field(default_factory=list)
     states_after: RandomStates | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.logs = [[] for _ in self.sizes]
@@ -119,6 +91,7 @@ class StepRunner:
         self._network: nn.Module | None = None
         self._signature: inspect.Signature | None = None
         self._parameters: list[nn.Parameter] = []
+        self._whole = WholeBatch(module, device, {})
         self._messages = StepMessages(module, self._group, device)
         self._is_first = True
         self._draws = True
@@ -140,11 +113,13 @@ class StepRunner:
             clears: Whether the gradients of earlier batches are dropped.
         """
         step = self._begun(batch, rest, share)
+        step.counts = counts_of(self._module)
         loss = self._trained(step, self._arguments_of_all(step), clears=clears)
-        found = (merged(step.logs, step.sizes, self._module), join_outputs(step.extras)) if self._is_last else None
+        found = (self._entries(step), join_outputs(step.extras)) if self._is_last else None
         entries, extras = self._messages.shared(found, self._last_rank)
         for entry in entries:
-            self._module.log(entry.name, entry.value, **entry.options)
+            if entry.name:
+                self._module.log(entry.name, entry.value, **entry.options)
         loss = loss.detach().to(self._device) / share
         return {"loss": loss, **extras} if extras else loss
 
@@ -163,7 +138,7 @@ class StepRunner:
                 message = "with manual optimization, training_step must draw no random numbers before it calls {name}"
                 raise InputError(message, name=self._name)
             outputs: list[Any] = [None] * len(step.sizes)
-            with own_forward(self.network):
+            with own_forward(self.network), metrics_copied(self._module):
                 self._trained(step, arguments, clears=False, outputs=outputs)
             return self._from_last_stage(join_outputs(outputs) if self._is_last else None)
 
@@ -195,7 +170,7 @@ class StepRunner:
                 expected=samples,
             )
         microbatches, sizes = cut(batch, min(samples, most))
-        return _Step(microbatches, sizes, rest, share)
+        return _Step(batch, microbatches, sizes, rest, share)
 
     def _trained(self, step: _Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
         """Runs the passes of a step, puts the gradients aside, and returns the loss."""
@@ -203,6 +178,8 @@ class StepRunner:
         if self._module.automatic_optimization:  # otherwise, the rest of training_step runs on every rank
             pipe._steps.cut_model.release()
         parameters = self._parameters
+        is_due = self._whole.is_due()
+        outputs = [None] * len(arguments) if is_due and outputs is None else outputs
         before = [None if clears else parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -211,11 +188,31 @@ class StepRunner:
         loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
         if step.states_after is not None:
             step.states_after.set()  # only this rank has run the rest of `training_step`
+        if is_due and outputs is not None:
+            self._compare(step, outputs)
         self._step, self._outputs, self._given, self._is_first = None, None, [], False
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
         return loss
+
+    def _compare(self, step: _Step, outputs: list[Any]) -> None:
+        """Raises `InputError` on every rank if the step differs from one call of `training_step` for the batch."""
+        fault = self._whole.fault(self.network, step.batch, step.rest, outputs, self._parts(step)) if self._is_last else None
+        fault = self._from_last_stage(None if fault is None else fault._asdict())
+        if fault is not None:
+            raise Fault(**fault).error(self._module)
+
+    def _parts(self, step: _Step) -> Parts:
+        weights = [float(self._weight_of(step, index)) for index in range(len(step.sizes))]
+        losses = [float(step.losses[index]) for index in range(len(step.sizes))]
+        return Parts(step.logs, step.sizes, weights, losses, self._is_sum)
+
+    def _entries(self, step: _Step) -> list[Entry]:
+        """Returns what the step logs, and without names the metrics that it has updated and not logged."""
+        entries = merged(self._parts(step), self._module, self._whole.rules)
+        logged = {entry.value.attribute for entry in entries if isinstance(entry.value, MetricState)}
+        return entries + [Entry("", state, {}) for state in updated(self._module, step.counts) if state.attribute not in logged]
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         """Returns the loss of one microbatch, as `training_step` computes it from the output of the network."""
@@ -235,25 +232,11 @@ class StepRunner:
             self._outputs[index] = _detached(output)
         states = states_restored(step.states[index], self._device) if step.states else nullcontext()
         with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]):
-            loss, extras = self._own_loss(step, index)
+            loss, extras = loss_of(self._module, step.microbatches[index], step.rest)
+        step.losses[index] = loss.detach()
         step.extras[index] = _detached(extras) if extras else {}
-        return loss if step.share == 1 else loss * step.share
-
-    def _own_loss(self, step: _Step, index: int) -> tuple[Tensor, dict[str, Any]]:
-        """Returns the loss that `training_step` returns for a microbatch, or passes to `manual_backward`, and what else it returns."""
-        name = f"{type(self._module).__name__}.training_step"
-        try:
-            returned = self._module.training_step(step.microbatches[index], *step.rest)
-        except BackwardCalledError as error:
-            return error.loss, {}
-        if not self._module.automatic_optimization:
-            raise InputError("{name} does not call self.manual_backward(loss), once, after it has called the network", name=name)
-        extras = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
-        loss = extras.pop("loss", None)
-        if not isinstance(loss, Tensor):
-            message = "{name} must return a loss for every batch, a tensor or a dict with one as 'loss', got {loss_type}"
-            raise InputError(message, name=name, loss_type=type(loss).__name__)
-        return loss, extras
+        factor = step.share * (len(step.sizes) if self._is_sum else 1)
+        return loss if factor == 1 else loss * factor
 
     def _refuse_second_call(self, calls: int) -> None:
         if calls > 1:
@@ -396,9 +379,17 @@ class StepRunner:
 
     def _weight(self, target: Tensor) -> Any:
         assert self._step is not None
-        index = int(target)
+        return self._weight_of(self._step, int(target))
+
+    def _weight_of(self, step: _Step, index: int) -> Any:
         weight = self._settings.loss_weight
-        return self._step.sizes[index] if weight is None else weight(self._step.microbatches[index])
+        if weight is None or isinstance(weight, str):
+            return 1 if weight == "sum" else step.sizes[index]
+        return weight(step.microbatches[index])
+
+    @property
+    def _is_sum(self) -> bool:
+        return self._settings.loss_weight == "sum"
 
     @property
     def _last_rank(self) -> int:

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_module, refuse_optimizers, refuse_options, refuse_trainer
-from zerobubble.integrations.lightning.runner import Settings, StepRunner
+from zerobubble.integrations.lightning.runner import StepRunner
+from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.sigterm import stop_together
 from zerobubble.integrations.versions import refuse_wrong_versions
 
@@ -41,7 +42,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             LightningModule; of several, the first one that `training_step` calls.
         data_parallel_size: The number of replicas of the pipeline, which load different batches.
         loss_weight: `loss_weight(microbatch)` returns the weight of a microbatch of the data loader's batch in the mean loss, such as its
-            number of tokens that count. By default it is the number of samples.
+            number of tokens that count. By default it is the number of samples. "sum" is for losses that are sums.
         process_group_backend: The backend of `torch.distributed`; by default "nccl" for GPUs and "gloo" for CPUs.
         options: Further options of `zb.Pipeline`, and "cuts", "inside_blocks" and "memory" of `zb.split`.
 
@@ -56,7 +57,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         *,
         network: str | None = None,
         data_parallel_size: int = 1,
-        loss_weight: Callable[[Any], Any] | None = None,
+        loss_weight: Callable[[Any], Any] | str | None = None,
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
