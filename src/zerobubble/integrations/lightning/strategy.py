@@ -168,6 +168,12 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         assert self.pipeline is not None
+        if len(self.optimizers) > 1:
+            raise InputError(
+                "the norm of the gradients of one of {got} optimizers is spread over the ranks of a pipeline",
+                got=len(self.optimizers),
+                remedy="use one optimizer with parameter groups, or clip by value",
+            )
         self.pipeline.clip_grad_norm_(clip_val)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
