@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import convert_to_fp32
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, samples_of
@@ -37,7 +36,7 @@ from zerobubble.integrations.loss_rules import (
     with_other_labels,
     with_varied_scales,
 )
-from zerobubble.integrations.whole_model import CalledError, raise_called, replaced
+from zerobubble.integrations.whole_model import CalledError, equal_arguments, raise_called, replaced
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, drawn_seed, mixed, seed_generators, states_restored
 
@@ -320,7 +319,7 @@ class TrainerLoss:
         return loss
 
     def _refuse_other_arguments(self, first: dict[str, Any], second: dict[str, Any]) -> None:
-        if not _are_equal(first, second):
+        if not equal_arguments(first, second):
             raise InputError(
                 "{cls}.compute_loss runs twice for each microbatch, and calls the model with other arguments the second time",
                 cls=type(self._trainer).__name__,
@@ -458,12 +457,3 @@ def _seed(seed: int, device: torch.device) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Returns whether two nested structures of arguments have equal tensors."""
-    (values, form), (others, other_form) = (pytree.tree_flatten(arguments) for arguments in (one, other))
-    if form != other_form:
-        return False
-    tensors = [(a, b) for a, b in zip(values, others, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)]
-    return all(a is b or torch.equal(a, b) for a, b in tensors)

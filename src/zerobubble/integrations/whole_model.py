@@ -50,6 +50,15 @@ def own_forward(module: nn.Module) -> Iterator[None]:
             module.__dict__["forward"] = instead
 
 
+def equal_arguments(one: Any, other: Any) -> bool:
+    """Returns whether two nested structures of arguments have equal tensors."""
+    (values, form), (others, other_form) = (tree_flatten(arguments) for arguments in (one, other))
+    if form != other_form:
+        return False
+    tensors = [(a, b) for a, b in zip(values, others, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(a is b or torch.equal(a, b) for a, b in tensors)
+
+
 def raise_called(module: nn.Module) -> Callable[..., Any]:
     """Returns a forward for `module` that raises `CalledError`."""
 

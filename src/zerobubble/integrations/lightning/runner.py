@@ -34,7 +34,15 @@ from zerobubble.integrations.lightning.isolation import isolated, nothing
 from zerobubble.integrations.lightning.logs import Entry, MetricState, Parts, StepMessages, counts_of, merged, updated
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.whole_batch import Fault, WholeBatch, loss_of, metrics_copied
-from zerobubble.integrations.whole_model import CalledError, copy_from, from_last_stage, own_forward, raise_called, replaced
+from zerobubble.integrations.whole_model import (
+    CalledError,
+    copy_from,
+    equal_arguments,
+    from_last_stage,
+    own_forward,
+    raise_called,
+    replaced,
+)
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, states_restored
@@ -134,7 +142,7 @@ class StepRunner:
             nonlocal calls
             calls += 1
             self._refuse_second_call(calls)
-            if self._is_first and not _are_equal(self._form(args, kwargs), join_outputs(arguments)):
+            if self._is_first and not equal_arguments(self._form(args, kwargs), join_outputs(arguments)):
                 message = "with manual optimization, training_step must draw no random numbers before it calls {name}"
                 raise InputError(message, name=self._name)
             outputs: list[Any] = [None] * len(step.sizes)
@@ -245,7 +253,7 @@ class StepRunner:
 
     def _refuse_other_arguments(self, index: int, arguments: Arguments) -> None:
         """Raises `InputError` if both runs of `training_step` call the network with different arguments."""
-        if not _are_equal(arguments, self._given[index]):
+        if not equal_arguments(arguments, self._given[index]):
             raise InputError(
                 "training_step runs twice for each microbatch, and calls {name} with other arguments the second time",
                 name=self._name,
@@ -467,12 +475,3 @@ def _all_replaced(modules: list[nn.Module]) -> Iterator[None]:
 
 def _detached(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Returns whether two nested structures of arguments have equal tensors."""
-    (values, form), (others, other_form) = (pytree.tree_flatten(arguments) for arguments in (one, other))
-    if form != other_form:
-        return False
-    tensors = [(a, b) for a, b in zip(values, others, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)]
-    return all(a is b or torch.equal(a, b) for a, b in tensors)
