@@ -250,7 +250,7 @@ def judge_exception(world: Ranks, case: Case) -> None:
             assert end.kind == "InputError", f"{case}: {end}"
             assert end.text.startswith(f"rank {case.rank}: {exception_of(case.act).__name__}"), f"{case}: {end}"
         elif case.moment == "optimizer":
-            outside = f"rank {case.rank} kept the others waiting: it was closing the pipeline"
+            outside = f"rank {case.rank} kept the others waiting: it was closing the pipeline after {exception_of(case.act).__name__}"
             assert rank == case.rank or (end.rank == case.rank and end.text.startswith(outside)), f"{case}: {end}"
         else:
             words = "while building its stages" if case.moment == "build" else MOMENTS[case.moment].words.format(rank=case.rank)

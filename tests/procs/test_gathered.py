@@ -146,6 +146,24 @@ def uses_of(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Callable
     }
 
 
+def harmless_uses_of(model: nn.Module) -> dict[str, Callable[[], object]]:
+    """The uses of a model and of one of its released parameters that read no values, and that one rank may make alone."""
+    tensor: Any = next(parameter for parameter in model.parameters() if is_released(parameter))
+    return {
+        "hook": lambda: tensor.register_hook(lambda gradient: gradient * 2),
+        "hook after accumulation": lambda: tensor.register_post_accumulate_grad_hook(lambda parameter: None),
+        "retain_grad": tensor.retain_grad,
+        "requires_grad_": lambda: tensor.requires_grad_(True),
+        "gradient set to None": lambda: setattr(tensor, "grad", None),
+        "deleted gradient": lambda: delattr(tensor, "grad"),
+        "metadata": lambda: (tensor.shape, tensor.numel(), tensor.is_sparse, tensor.is_contiguous(), tensor.is_shared(), tensor.name),
+        "address": tensor.data_ptr,
+        "text": lambda: (repr(tensor), f"{tensor}", repr(model)),
+        "key": lambda: (hash(tensor), {tensor: 1}[tensor], tensor in set(model.parameters()), id(tensor)),
+        "type": lambda: (tensor.type(), torch.result_type(tensor, 1.0), tensor.is_same_size(tensor)),
+    }
+
+
 class Descent(torch.optim.Optimizer):
     """An optimizer outside of torch, which skips parameters without gradients as these do."""
 
@@ -169,6 +187,9 @@ def refuses(group: Any) -> None:
     model.eval()(x)
     optimizer.step()
     assert refused(model, group.rank(), uses_of(model, whole)) == []
+    if group.rank() == 0:
+        for use in harmless_uses_of(model).values():
+            use()
     released = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_released(tensor)]
     freed = sum(tensor.nbytes - tensor.element_size() for tensor in released)
     assert memory_of(model) == size - freed
@@ -194,6 +215,38 @@ def refuses(group: Any) -> None:
 
 def test_every_use_of_other_ranks_weights_is_refused_and_their_memory_is_free(world: Ranks) -> None:
     world.run(refuses, ranks=2)
+
+
+def hooks_gradients(group: Any) -> None:
+    """Hooks on all parameters of the model, which ranks add once other ranks' parameters are released."""
+    calls: list[Tensor] = []
+
+    def add_hooks(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            parameter.register_post_accumulate_grad_hook(calls.append)
+
+    model = linear()
+    reference, loss_fn = OneDevice(model), Loss().requires_grad_(False)
+    pipe = zb.Pipeline(zb.split(model, example=batch(0)[0]), "zb-h1", MICROBATCHES, loss_fn, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference.loss_fn.requires_grad_(False)
+    for seed in range(3):
+        pipe.step(*batch(seed))
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(*batch(seed))
+        if seed == 0:
+            add_hooks(model)
+            add_hooks(reference.model)
+    assert calls
+    with zb.gathered(model):
+        assert error_of(model, reference.model) < TOLERANCE
+        pipe.close()
+
+
+def test_hooks_of_other_ranks_parameters_run_on_these_ranks(world: Ranks) -> None:
+    world.run(hooks_gradients, ranks=2)
 
 
 def gathers(group: Any, schedule: str) -> None:

@@ -13,12 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
+from zerobubble.runtime.failure.user_code import with_place
 from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, NO_ANSWER, NOBODY, STARTING, TIMED_OUT, stalled
 from zerobubble.units import counted, named
 
 CLOSING = RankStatus("closing the pipeline")
 """The status of a rank that has left the pipeline."""
+
+
+def closing_after(error: BaseException | None) -> RankStatus:
+    """Returns the status of a rank that has left the pipeline because its own code has raised `error`, if any."""
+    return CLOSING if error is None else CLOSING._replace(reason=with_place(describe(error), error))
+
 
 _NONE_HERE = (NOBODY, ELSEWHERE)
 """The `peer` of a rank that waits for no rank of this pipeline."""
@@ -49,9 +57,12 @@ def diagnose(statuses: dict[int, RankStatus], ranks: Sequence[int], caller: int)
         return _report_pipelines(statuses, caller)
     gave_up = f"rank {caller} gave up {statuses[caller].doing} ({statuses[caller].reason})"
     remedy = "; raise `timeout` if it may take that long" if statuses[caller].reason == TIMED_OUT else ""
-    if statuses[culprit].doing == CLOSING.doing and statuses[caller].call:
+    doing = statuses[culprit].doing
+    if doing == CLOSING.doing and statuses[culprit].reason:
+        doing += f" after {statuses[culprit].reason}"
+    elif doing == CLOSING.doing and statuses[caller].call:
         remedy = f"; call `{statuses[caller].call}` on every rank"
-    message = f"rank {culprit} kept the others waiting: it was {statuses[culprit].doing} when {gave_up}{remedy}"
+    message = f"rank {culprit} kept the others waiting: it was {doing} when {gave_up}{remedy}"
     return FailureReport(culprit, statuses[culprit].op, message)
 
 

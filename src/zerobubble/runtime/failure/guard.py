@@ -171,6 +171,7 @@ class FailureGuard:
 
     def close_after(self, error: BaseException, reason: str, report: FailureReport | None = None) -> None:
         """Closes the pipeline because of `error`. An error while closing does not replace it, but becomes a note of it."""
+        self._watch.leave_after(error)
         try:
             self.close(reason, report)
         except Exception as another:  # noqa: BLE001 - hooks may raise anything

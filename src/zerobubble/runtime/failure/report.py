@@ -19,7 +19,7 @@ class RankStatus(NamedTuple):
     Attributes:
         doing: What it does, such as `waiting for the loss`.
         peer: The rank that it waits for.
-        reason: Why it stopped waiting; empty while it waits.
+        reason: Why it stopped waiting, or left the pipeline early; empty while it waits.
         op: The current pass or action.
         pipeline: The name of the pipeline in whose call it is, as its own process numbers them.
         stalled_s: The seconds for which its process has recently stalled.

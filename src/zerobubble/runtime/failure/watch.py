@@ -17,13 +17,15 @@ Only if the store is gone or silent does a rank report what it knows by itself.
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zerobubble.runtime.failure.blame import CLOSING, diagnose, lost_contact, process_end_report, store_host_end_report
+from zerobubble.runtime.failure.blame import CLOSING, closing_after, diagnose, lost_contact, process_end_report, store_host_end_report
 from zerobubble.runtime.failure.error_text import text_of
 from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
 from zerobubble.runtime.failure.store_thread import StoreThread
@@ -138,6 +140,10 @@ class FailureWatch:
             self.wait_for_readers(report)
         self._thread.end()
 
+    def leave_after(self, error: BaseException) -> None:
+        """Notes the `error` because of which this rank leaves, for ranks that still wait for it."""
+        self._listener.left_as = closing_after(error)
+
     def wait_for_readers(self, report: FailureReport) -> None:
         """Waits a few seconds until every rank except the absent ones has read the report or has left."""
         self._ask(lambda: self._wait_for_readers(report.absent))
@@ -200,7 +206,9 @@ class FailureWatch:
 
 
 class _Listener:
-    """Answers alarms while the rank is busy. `received` is the report, once it has arrived.
+    """Answers alarms while the rank is busy.
+
+    `received` is the report, once it has arrived. `left_as` is the status of the rank once it has left, if that is known.
 
     It runs in the thread of the store and holds the pipeline weakly, so a thread that is blocked keeps no pipeline alive.
     """
@@ -213,6 +221,7 @@ class _Listener:
         abort: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
         self.received: FailureReport | None = None
+        self.left_as: RankStatus | None = None
         self.stalls = group.stalls or StallMonitor()
         self._rank = group.rank
         self._recent_s = group.timing.answer_s
@@ -236,7 +245,7 @@ class _Listener:
 
     def leave(self, store: MeasuredStore) -> None:
         """Publishes that this rank's pipeline is closed and that no rank need wait for it."""
-        store.compare_set(_status_key(self._rank), "", _write_status(CLOSING))
+        store.compare_set(_status_key(self._rank), "", _write_status(self.left_as or closing_after(_uncaught_error())))
         store.set(_left_key(self._rank), "1")
 
     def _wake(self, absent: tuple[int, ...]) -> None:
@@ -251,8 +260,13 @@ class _Listener:
 
     def _status_now(self) -> RankStatus:
         current = self._status()
-        status = current() if current is not None else CLOSING
+        status = self.left_as or (current() if current is not None else CLOSING)
         return status._replace(stalled_s=self.stalls.longest(self._recent_s))
+
+
+def _uncaught_error() -> BaseException | None:
+    """Returns the error with which this process ends; None while it runs, and after a normal end."""
+    return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
 
 
 def _publish(store: Any, rank: int, report: FailureReport) -> FailureReport:

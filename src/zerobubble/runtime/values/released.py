@@ -11,11 +11,11 @@ read None. All other code that reads it, such as a norm of the gradients of `mod
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -87,18 +87,16 @@ _ATTRIBUTES = frozenset(
         "ndim",
         "requires_grad",
         "grad_fn",
-        "is_leaf",
+        "grad_dtype",
+        "output_nr",
         "retains_grad",
+        "name",
         "names",
-        "is_cpu",
-        "is_cuda",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
         "itemsize",
         "nbytes",
         "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        *(name for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))),
     ]
 )
 _METHODS = frozenset(
@@ -109,13 +107,24 @@ _METHODS = frozenset(
         "nelement",
         "element_size",
         "get_device",
+        "data_ptr",
         "is_floating_point",
         "is_complex",
         "is_signed",
+        "is_conj",
+        "is_neg",
+        "is_inference",
+        "is_pinned",
+        "is_shared",
+        "is_same_size",
         "__len__",
         "__dir__",
         "__hash__",
+        "__format__",
         "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
         "new_empty",
         "new_zeros",
         "new_ones",
@@ -123,40 +132,91 @@ _METHODS = frozenset(
     ]
 )
 _FUNCTIONS = frozenset(["_has_compatible_shallow_copy_type", "numel", "is_floating_point", "is_complex", "empty_like", "zeros_like"])
-_FUNCTIONS |= {"ones_like", "full_like", "rand_like", "randn_like"}
-_CONVERSIONS = frozenset((Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16))
+_FUNCTIONS |= {"ones_like", "full_like", "rand_like", "randn_like", "result_type"}
+_CONVERSIONS = (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
 _set_data: Any = getattr(Tensor.data, "__set__")  # noqa: B009 - stubs of torch have no descriptors
 _get_gradient: Any = getattr(Tensor.grad, "__get__")  # noqa: B009
 _set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009
+_delete_gradient: Any = getattr(Tensor.grad, "__delete__")  # noqa: B009
 _set_requires_grad: Any = getattr(Tensor.requires_grad, "__set__")  # noqa: B009
+
+_Call = Callable[..., Any]
+_Rule = Callable[[_Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Returns the result of a function of torch with these arguments, without reading values of released tensors, or raises their error."""
+
+
+def _run(func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _refuse(func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and is_released(leaf))
+    raise _error_of(next(leaves))
+
+
+def _error_of(tensor: Tensor, what: str = "values") -> InputError:
+    release: _Release = tensor.__dict__[_RELEASED]
+    return release.explain(what)
+
+
+def _of_strides(func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `func` on a tensor without memory, which has the shape and the strides of before."""
+    tensor, *rest = args
+    with torch._C.DisableTorchFunctionSubclass():
+        like = torch.empty_strided(tensor.shape, tensor.__dict__[_RELEASED].stride, dtype=tensor.dtype, device="meta")
+    return func(like, *rest, **kwargs)
+
+
+def _if(is_harmless: Callable[..., bool]) -> _Rule:
+    """Returns the rule that runs a function if its arguments are harmless."""
+
+    def rule(func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (_run if is_harmless(*args, **kwargs) else _refuse)(func, args, kwargs)
+
+    return rule
+
+
+def _read_gradient(func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0].requires_grad and not _skips_missing_gradients(sys._getframe(2)):
+        raise _error_of(args[0], "gradient")
+    return _run(func, args, kwargs)
+
+
+def _move(func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the released tensor, on the device to which it is converted, as by `model.cpu()`. Other dtypes are refused."""
+    tensor, *rest = args
+    if not is_released(tensor):
+        _refuse(func, args, kwargs)
+    probe = func(torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
+    if probe.dtype != tensor.dtype or (isinstance(tensor, DTensor) and probe.device != tensor.device):
+        raise _error_of(tensor)
+    if probe.device != tensor.device:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.data = _empty_like(tensor, probe.device)
+    return tensor
 
 
 @cache
-def _harmless() -> frozenset[Any]:
-    """Returns the functions that read no values."""
+def _rules() -> Mapping[Any, _Rule]:
+    """Returns the rules of functions that do not read values, or not always. Hooks of a tensor run where its gradient is computed."""
     getters = [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
     methods = [getattr(Tensor, name) for name in _METHODS]
-    return frozenset((*getters, _set_requires_grad, *methods, *(getattr(torch, name) for name in _FUNCTIONS)))
+    functions = [getattr(torch, name) for name in _FUNCTIONS]
+    return {
+        **dict.fromkeys((*getters, *methods, *functions, _set_requires_grad, _delete_gradient), _run),
+        **dict.fromkeys((Tensor.stride, Tensor.is_contiguous, Tensor.dim_order), _of_strides),
+        **dict.fromkeys(_CONVERSIONS, _move),
+        _get_gradient: _read_gradient,
+        _set_gradient: _if(lambda tensor, gradient: gradient is None),
+        _set_data: _if(lambda tensor, data: data is tensor),
+        Tensor.type: _if(lambda tensor, *dtype, **options: not dtype and not options),
+    }
 
 
 def _refuse_values(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Runs `func` if it reads no values. Raises the error of the first released tensor otherwise."""
-    kwargs = kwargs or {}
-    if func is Tensor.stride:
-        strides = args[0].__dict__[_RELEASED].stride
-        return strides[args[1]] if len(args) > 1 else strides
-    if func in _CONVERSIONS and is_released(args[0]):
-        return _moved(args[0], func, args[1:], kwargs)
-    reads_gradient = func == _get_gradient
-    if reads_gradient and args[0].requires_grad and not _skips_missing_gradients(sys._getframe(1)):
-        raise args[0].__dict__[_RELEASED].explain("gradient")
-    clears_gradient = func == _set_gradient and args[1] is None
-    keeps_data = func == _set_data and args[1] is args[0]
-    names_type = func is Tensor.type and len(args) == 1 and not kwargs
-    if reads_gradient or clears_gradient or keeps_data or names_type or func in _harmless():
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    raise _first_released((args, kwargs)).explain("values")
+    return _rules().get(func, _refuse)(func, args, kwargs or {})
 
 
 _MOST_FRAMES = 4
@@ -176,25 +236,8 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _moved(tensor: Tensor, convert: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Returns the released `tensor`, on the device to which it is converted, as by `model.cpu()`. Other dtypes are refused."""
-    probe = convert(torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
-    if probe.dtype != tensor.dtype or (isinstance(tensor, DTensor) and probe.device != tensor.device):
-        raise tensor.__dict__[_RELEASED].explain("values")
-    if probe.device != tensor.device:
-        with torch._C.DisableTorchFunctionSubclass():
-            tensor.data = _empty_like(tensor, probe.device)
-    return tensor
-
-
-def _first_released(value: Any) -> _Release:
-    leaves = tree_leaves(value)
-    found: _Release = next(leaf.__dict__[_RELEASED] for leaf in leaves if isinstance(leaf, Tensor) and is_released(leaf))
-    return found
-
-
-def _refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise tensor.__dict__[_RELEASED].explain("values")
+def _refuse_method(tensor: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+    raise _error_of(tensor)
 
 
 def _repr(tensor: Tensor, *, tensor_contents: Any = None) -> str:
@@ -205,5 +248,5 @@ def _repr(tensor: Tensor, *, tensor_contents: Any = None) -> str:
 def _released_kind(kind: type) -> type:
     """Returns the class of released tensors of this class."""
     bypassing = ("as_subclass", "__reduce_ex__", "__deepcopy__", "to_local", "full_tensor", "redistribute")
-    refused = {name: _refuse for name in bypassing if hasattr(kind, name)}
+    refused = {name: _refuse_method for name in bypassing if hasattr(kind, name)}
     return type(f"Released{kind.__name__}", (kind,), {**refused, "__torch_function__": classmethod(_refuse_values), "__repr__": _repr})
