@@ -30,6 +30,8 @@ class Runner:
         self.optimizers: Any = self  # a cycle, as real runners are in: the garbage collector ends it, at any moment
         self.guard: Any = SimpleNamespace(closed=None)
         self.cut_model = CutModel({}, 0)
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.programs = SimpleNamespace(now=SimpleNamespace(stages={}))
 
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         return self._parameters

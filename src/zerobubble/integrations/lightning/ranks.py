@@ -23,6 +23,7 @@ from torchmetrics import Metric
 import zerobubble as zb
 from zerobubble.integrations.lightning.refusals import refuse_loader
 from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
+from zerobubble.runtime.step.optimizers import SAVED_BY
 
 
 class PipelineRanks:
@@ -127,4 +128,6 @@ class PipelineRanks:
         if self.global_rank == 0:
             merged = {index: value for part in reversed(parts) for index, value in part.items()}
             state["state"] = {index: merged[index] for index in sorted(merged)}
+            for group in state["param_groups"]:
+                group.pop(SAVED_BY, None)
         return state

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from zerobubble.errors import InputError, with_article
 from zerobubble.runtime.checkpoint.nested import UnknownValueError, decoded, encoded, paired, tensors_in
+from zerobubble.runtime.step.optimizers import SAVED_BY
 from zerobubble.runtime.values.random_state import RandomState, RandomStates
 
 MODEL_ONLY = "save the parameters and buffers alone, with model_only=True"
-_OF_RANK = frozenset({"params", "param_names"})
-"""The entries of a parameter group that list its parameters, of which each rank has others. All others are options."""
+_OF_RANK = frozenset({"params", "param_names", SAVED_BY})
+"""The entries of a parameter group that identify its parameters, of which each rank has others. All others are options."""
 
 
 class ParameterState(NamedTuple):
@@ -77,7 +78,8 @@ class OptimizerState:
         for group in optimizer.param_groups:
             saved = next((states[parameter].options for parameter in group["params"] if parameter in states), {})
             loaded = {name: _like(group.get(name), decoded(form, {})) for name, form in saved.items() if name not in _OF_RANK}
-            groups.append({**group, **loaded, "params": list(range(first, first + len(group["params"])))})
+            kept = {name: value for name, value in group.items() if name != SAVED_BY}
+            groups.append({**kept, **loaded, "params": list(range(first, first + len(group["params"])))})
             first += len(group["params"])
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:

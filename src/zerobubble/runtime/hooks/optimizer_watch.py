@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.hooks.optimizer_states import refuse_other_stages_state
 from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.step.runner import StepRunner
 
@@ -45,8 +46,12 @@ def _register_once() -> None:
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Notifies each runner that owns a parameter of `optimizer`, and then each whose model has one."""
     parameters = list(parameters_of([optimizer]))
-    for runner, stepped in owners_of(parameters):
+    owners = list(owners_of(parameters))
+    for runner, _ in owners:
         _refuse_whole_model(optimizer, runner)
+    if trained := [runner for runner, _ in owners if runner.guard.closed is None]:
+        refuse_other_stages_state(optimizer, trained)
+    for runner, stepped in owners:
         runner.optimizers.before_step_of(optimizer, stepped)
     for runner in watched_runners():
         if runner.guard.closed is None:

@@ -22,6 +22,8 @@ from zerobubble.units import counted
 
 Optimizers = Optimizer | Sequence[Optimizer]
 """One optimizer, or several that share the parameters of a rank, such as Muon for matrices and AdamW for the rest."""
+SAVED_BY = "zerobubble"
+"""The entry of a parameter group that identifies the stages and parameters of its state; see `hooks.optimizer_states`."""
 
 
 def optimizers_in(given: object) -> tuple[Optimizer, ...]:

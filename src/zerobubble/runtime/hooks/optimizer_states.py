@@ -1,0 +1,81 @@
+"""Refuses the state of an optimizer that the rank of other stages saved: torch loads states by number, so it would be of other parameters.
+
+Each parameter group of an optimizer that steps stages of a rank gets an entry that identifies these stages and parameters.
+`optimizer.state_dict()` contains the entry, and `load_state_dict` keeps it, as it keeps all entries of a group. The next step compares it.
+Optimizers without a pipeline ignore it.
+
+Cost per step: one list of identities for each group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.step.optimizers import SAVED_BY
+from zerobubble.runtime.step.runner import StepRunner
+from zerobubble.units import named
+
+
+class _Group(NamedTuple):
+    """The identities of the parameters of a group, and its entry."""
+
+    parameters: list[int]
+    entry: dict[str, Any]
+
+
+_groups: weakref.WeakKeyDictionary[Optimizer, dict[int, _Group]] = weakref.WeakKeyDictionary()
+
+
+def refuse_other_stages_state(optimizer: Optimizer, runners: Sequence[StepRunner]) -> None:
+    """Raises `InputError` if `optimizer`, which steps stages of these `runners`, has loaded the state of other stages.
+
+    Otherwise, marks its groups as holding the state of these stages.
+    """
+    known = _groups.setdefault(optimizer, {})
+    for number, group in enumerate(optimizer.param_groups):
+        parameters = list(map(id, group["params"]))
+        before, entry = known.get(number), group.get(SAVED_BY)
+        if before is None or before.parameters != parameters:
+            known[number] = _Group(parameters, _entry_of(group["params"], runners))
+        is_loaded = before is None or entry is not before.entry
+        if entry is not None and is_loaded and entry != known[number].entry:
+            _refuse(optimizer, number, entry, known[number].entry)
+        group[SAVED_BY] = known[number].entry
+
+
+def _entry_of(parameters: Sequence[Tensor], runners: Sequence[StepRunner]) -> dict[str, Any]:
+    """Returns what identifies the stages of this rank and their parameters in a group, as plain values that any program can load."""
+    names = {id(parameter): name for runner in runners for name, parameter in _named(runner)}
+    text = "\n".join(names.get(id(parameter), "") for parameter in parameters)
+    stages = sorted({stage for runner in runners for stage in runner.modules})
+    return {"stages": stages, "parameters": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
+def _named(runner: StepRunner) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters that optimizers of this rank hold. The name of a shard includes its rank."""
+    for index, stage in runner.programs.now.stages.items():
+        module = runner.modules[index]
+        at_rest = module.parameters() if stage.shards is None else stage.shards.at_rest()
+        for (name, _), parameter in zip(module.named_parameters(), at_rest, strict=True):
+            rank = f" of rank {dist.get_rank()}" if runner.sharded.is_sharded(parameter) else ""
+            yield f"{index}.{name}{rank}", parameter
+
+
+def _refuse(optimizer: Optimizer, number: int, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    is_same = saved.get("stages") == mine["stages"]
+    raise InputError(
+        "group {number} of {optimizer} has the state {of_saved}, and this rank trains {of_mine}",
+        optimizer=type(optimizer).__name__,
+        number=number,
+        of_saved="of other parameters" if is_same else f"that the rank of {named('stage', saved.get('stages', ()))} saved",
+        of_mine=f"{named('stage', mine['stages'])}{' with these' * is_same}",
+        remedy="load on each rank the file that this rank saved, or call zb.save and zb.load, which restore states by name",
+    )
