@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -24,7 +25,7 @@ from tests.refusals import raises, states
 from zerobubble import InputError, PipelineError
 from zerobubble.integrations.batches import cut
 from zerobubble.integrations.lightning import PipelineStrategy
-from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_optimizers
+from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_loader, refuse_optimizers
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own dependencies
 PROGRAM = Path(__file__).with_name("train_with_lightning.py")
@@ -75,6 +76,7 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.feature("losses of one device", "gradient accumulation", "clipping", "manual optimization", "learning rate schedulers")
 @pytest.mark.feature("evaluation with metrics", "loggers and callbacks", "losses with parameters", "bf16")
+@pytest.mark.feature("BackboneFinetuning", "StochasticWeightAveraging", "WeightAveraging", "LearningRateFinder")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case, tolerance=5e-2 if case == "bf16" else 1e-6)
@@ -159,7 +161,7 @@ def test_arguments_of_trainer_that_do_not_fit_are_named_at_once() -> None:
             trainer(PipelineStrategy(schedule, microbatches))
 
 
-@pytest.mark.refuses("DDP wrapping", "torch.compile", "LBFGS", "a DistributedSampler over all ranks")
+@pytest.mark.refuses("DDP wrapping", "torch.compile", "LBFGS", "a DistributedSampler over all ranks", "ModelPruning")
 def test_modules_that_do_not_fit_are_named_at_once() -> None:
     module = Classifier()
     module.compiled = torch.compile(nn.Linear(2, 2), backend="eager")
@@ -168,6 +170,8 @@ def test_modules_that_do_not_fit_are_named_at_once() -> None:
         PipelineStrategy("zb-h1", 8, network="heart").connect(module)
     with raises(InputError, "LBFGS"):
         refuse_optimizers([torch.optim.LBFGS(module.model.parameters())])
+    with raises(InputError, "ModelPruning"):
+        refuse_callbacks([ModelPruning("l1_unstructured")])
     data = TensorDataset(torch.ones(8, 1))
     with raises(InputError, argument="sampler", got=4, expected="2 replicas"):
         refuse_loader(DataLoader(data, sampler=DistributedSampler(data, 4, 1)), world_size=4, rank=1, num_replicas=2)

@@ -19,7 +19,20 @@ from typing import Any, NamedTuple
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional
@@ -112,6 +125,17 @@ class Evaluated(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Averaged(Evaluated):
+    """Its callback finds the learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
 class Manual(Classifier):
     """The same with manual optimization."""
 
@@ -152,6 +176,23 @@ class Layers(lightning.LightningModule):
 
     def model(self, x: Tensor) -> Tensor:
         return self(x)
+
+
+class Tuned(lightning.LightningModule):
+    """A frozen backbone, which a callback unfreezes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = network()[:5], nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    training_step = Classifier.training_step
+    model = Layers.model
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.1, momentum=0.9)
 
 
 class Tempered(Evaluated):
@@ -209,6 +250,22 @@ def saved(folder: Path) -> dict[str, Any]:
     return {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, "{step}", every_n_train_steps=9, save_top_k=-1)]}
 
 
+def tuned(folder: Path) -> dict[str, Any]:
+    callbacks = [
+        BackboneFinetuning(1, lambda epoch: 1.5),
+        StochasticWeightAveraging(0.05, 2, 1),
+        GradientAccumulationScheduler({0: 1, 2: 2}),
+    ]
+    return {"precision": "64-true", "callbacks": callbacks, "max_epochs": 4}
+
+
+def averaged(folder: Path) -> dict[str, Any]:
+    saving = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", save_weights_only=True)
+    watching = [LearningRateFinder(num_training_steps=10), Timer("00:01:00:00"), DeviceStatsMonitor(), ModelSummary()]
+    callbacks = [*watching, EMAWeightAveraging(decay=0.9, update_every_n_steps=2), saving]
+    return {**evaluated(folder), "precision": "64-true", "callbacks": callbacks}
+
+
 CASES = {
     "plain": Case(Classifier),
     "accumulation": Case(Classifier, lambda folder: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, order="distributed"),
@@ -218,6 +275,8 @@ CASES = {
     "outside": Case(Tempered, evaluated, validates=True),
     "bf16": Case(Classifier, lambda folder: {"precision": "bf16-mixed"}),
     "saved": Case(Classifier, saved, order="distributed"),
+    "tuned": Case(Tuned, tuned),
+    "averaged": Case(Averaged, averaged, validates=True),
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -133,6 +134,12 @@ def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
     if is_overridden("training_step", module) and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         found.append("training_step(dataloader_iter): take a batch instead")
     refuse(found)
+
+
+def refuse_callbacks(callbacks: list[pl.Callback]) -> None:
+    """Refuses callbacks that change the modules which the stages use."""
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+        refuse(["ModelPruning, which replaces parameters of stages: prune the module before fit"])
 
 
 def wrapping_faults(module: nn.Module) -> list[str]:

@@ -427,6 +427,11 @@ class StepRunner:
             self._share_outside_buffers()
             make_whole(self.pipe, self._module)
 
+    @property
+    def is_released(self) -> bool:
+        """Whether other ranks' parameters are released, the same on all ranks."""
+        return self.pipe is not None and self.pipe._steps.cut_model.is_released
+
     def share_outside(self) -> None:
         """Gives every rank the parameters and buffers outside the network, because evaluation uses them there. Every rank calls it."""
         if self.pipe is not None:

@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.ranks import PipelineRanks
-from zerobubble.integrations.lightning.refusals import refuse_module, refuse_optimizers, refuse_options, refuse_trainer
+from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import StepRunner
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.sigterm import stop_together
+from zerobubble.integrations.lightning.whole_for_callbacks import WholeForCallbacks
 from zerobubble.integrations.versions import refuse_wrong_versions
 
 
@@ -136,9 +137,10 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
         self._runner = StepRunner(self.lightning_module, self._settings, self.mesh, self.root_device, self.broadcast(torch.initial_seed()))
         self._share_random_states()
+        refuse_callbacks(trainer.callbacks)
         stop_together(trainer)
-        if not any(isinstance(callback, _WholeAtEnd) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, _WholeAtEnd())
+        if not any(isinstance(callback, WholeForCallbacks) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, WholeForCallbacks())
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -226,13 +228,6 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
-
-
-class _WholeAtEnd(pl.Callback):
-    """The first callback: when the others see the end of training, the module is whole on every rank."""
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.strategy.runner.make_whole()
 
 
 FabricStrategy.register(PipelineStrategy)  # so that Fabric reads `_precision`, instead of reporting an unknown name of a strategy

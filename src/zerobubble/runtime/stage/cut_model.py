@@ -117,6 +117,11 @@ class CutModel:
         """Whether there is a model, and nothing of it is released."""
         return bool(self._references or self._loss is not None) and not self._is_released
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the tensors that only other ranks train are released."""
+        return self._is_released
+
     def watch(self, trained: Sequence[Tensor]) -> None:
         """Remembers some values of parameters after a training step, of those `trained` on this rank."""
         self._watched = trained, _sampled(trained)
