@@ -222,14 +222,13 @@ class Evil:
 
 
 def test_saving_runs_no_code_of_a_folder_that_it_replaces(tmp_path: Path) -> None:
-    for name in ("rest", "no checkpoint"):
+    for name in ("checkpoint", "other"):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / ".metadata").write_bytes(pickle.dumps([Evil(tmp_path / "ran"), name]))
-        if name == "rest":
-            zb.save(folder, model())
-        else:
-            with raises(zb.InputError, file=str(folder)):
-                zb.save(folder, model())
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    (tmp_path / "checkpoint" / checksums.CHECKSUMS_FILE).touch()
+    zb.save(tmp_path / "checkpoint", model())
+    with raises(zb.InputError, file=str(tmp_path / "other")):
+        zb.save(tmp_path / "other", model())
     assert not (tmp_path / "ran").exists()
-    zb.load(tmp_path / "rest", model())
+    zb.load(tmp_path / "checkpoint", model())

@@ -17,7 +17,6 @@ from tests.procs.ranks import Ranks
 from tests.procs.test_checkpoint import MICROBATCHES, Tied, cut, train
 from tests.procs.test_one_device_checkpoint import train_alone
 from tests.refusals import raises
-from zerobubble.runtime.checkpoint.contents import saved_states
 from zerobubble.runtime.checkpoint.nested import decoded, encoded, tensors_in
 
 
@@ -81,13 +80,6 @@ def test_a_nested_form_is_decoded_to_the_same_value() -> None:
     tensors = dict(tensors_in(value))
     assert len(tensors) == 4
     assert is_same(decoded(encoded(value), tensors), value)
-
-
-def test_states_of_form_1_are_read() -> None:
-    rest = {"form": 1, "optimizer": {"a.b": [{"step": 3}, {"lr": 0.1}, "SGD"], "a": [{}, {}]}}
-    key = "optimizer.a.b.momentum_buffer"
-    form, options, kind = saved_states(rest, {key: None, "model.a": None})["a.b"]
-    assert (decoded(form, {"momentum_buffer": 5}), options, kind) == ({"momentum_buffer": 5, "step": 3}, {"lr": 0.1}, "SGD")  # type: ignore[dict-item]
 
 
 def lbfgs(parameters: Any) -> torch.optim.Optimizer:

@@ -1,6 +1,6 @@
 """Checksums of the files of a checkpoint, computed while they are written and compared before anything is loaded.
 
-`checksums.json` has the size and the CRC-32 of every other file, and a CRC-32 of its own. Checkpoints of an earlier version have none.
+`checksums.json` has the size and the CRC-32 of every other file, and a CRC-32 of its own.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def as_text(checksums: Mapping[str, Checksum]) -> str:
     return json.dumps({"format": "zerobubble checksums 1", "files": files, "crc32": zlib.crc32(json.dumps(files).encode())}) + "\n"
 
 
-def read_checksums(folder: Path) -> Checksums | None:
-    """Returns the checksums of the checkpoint in `folder`, None if it has none. Raises `InputError` if they are damaged."""
+def _read_checksums(folder: Path) -> Checksums:
+    """Returns the checksums of the checkpoint in `folder`. Raises `InputError` if there are none, or if they are damaged."""
     file = folder / CHECKSUMS_FILE
     try:
         text = file.read_bytes().decode()
@@ -110,7 +110,8 @@ def read_checksums(folder: Path) -> Checksums | None:
             checksums = {name: Checksum(*numbers) for name, numbers in data["files"].items()}
         is_whole = as_text(checksums) == text
     except FileNotFoundError:
-        return None
+        message, remedy = "{file} is missing: its folder is not a checkpoint of zb.save, or a damaged one", "give the path of a checkpoint"
+        raise InputError(message, file=str(file), remedy=remedy) from None
     except OSError as error:
         raise InputError("{file} cannot be read: {reason}", file=str(file), reason=error.strerror) from error
     except (ParseError, UnicodeDecodeError, AttributeError):
@@ -122,9 +123,7 @@ def read_checksums(folder: Path) -> Checksums | None:
 
 def check(folder: Path, share: int, num_shares: int) -> None:
     """Compares one of `num_shares` shares of the files in `folder` with their checksums. Raises `InputError` for the first difference."""
-    checksums = read_checksums(folder)
-    if checksums is None:
-        return
+    checksums = _read_checksums(folder)
     largest_first = sorted(checksums, key=lambda name: (-checksums[name].num_bytes, name))
     for name in largest_first[share::num_shares]:
         _check_file(folder / name, checksums[name])
@@ -161,7 +160,5 @@ def identity(folder: Path) -> int:
     """Returns a number that differs between any two checkpoints: torch gives the metadata of each checkpoint its own id."""
     try:
         return zlib.crc32((folder / METADATA_FILE).read_bytes())
-    except FileNotFoundError:
-        raise InputError("{folder} is not a checkpoint of zb.save: it has no file {file}", folder=str(folder), file=METADATA_FILE) from None
     except OSError as error:
         raise InputError("{file} cannot be read: {reason}", file=str(folder / METADATA_FILE), reason=error.strerror) from error

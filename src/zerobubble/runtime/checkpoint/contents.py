@@ -10,13 +10,12 @@ Every rank writes what it has. What several ranks have, such as replicas, is equ
 | `rank.N`, `rest` | JSON: what belongs to rank N alone, and to all |
 
 `rest` has the form of each parameter's state, in which tensors stand by their paths, the options of its group, and the optimizer's class.
-In form 1, it had the values other than tensors instead, whose names were those of a plain dict.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from zerobubble.runtime.stage.head_part import HeadRows
 from zerobubble.runtime.step.optimizers import parameters_of
 
 FORM = 2
-"""The version of this form. A reader that knows only lower numbers is too old."""
+"""The version of this form."""
 
 SavedStates = Mapping[str, Sequence[Any]]
 """By parameter: the form of its state, the options of its group, and the class of the optimizer."""
@@ -85,24 +84,12 @@ def optimizer_tensors(named: Mapping[str, nn.Parameter], states: Mapping[nn.Para
 
 
 def saved_states(rest: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Returns the states of a checkpoint of any form. Raises `KeyError` if one of their `tensors` is missing."""
-    if rest["form"] == FORM:
-        states: dict[str, Sequence[Any]] = rest["optimizer"]
-    else:
-        paths: dict[str, list[str]] = {name: [] for name in rest["optimizer"]}
-        for key in tensors:
-            name, _, path = key.removeprefix("optimizer.").rpartition(".")
-            if key.startswith("optimizer.") and name in paths:
-                paths[name].append(path)
-        states = {name: [_form_of(values, paths[name]), *others] for name, (values, *others) in rest["optimizer"].items()}
+    """Returns the states of optimizers in a checkpoint. Raises `KeyError` if one of their `tensors` is missing."""
+    states: dict[str, Sequence[Any]] = rest["optimizer"]
     for name, (form, *_) in states.items():
         for path in paths_in(form):
             tensors[f"optimizer.{name}.{path}"]
     return states
-
-
-def _form_of(values: Mapping[str, Any], paths: Iterable[str]) -> Any:
-    return {"dict": [*([path, {"tensor": path}] for path in paths), *([name, value] for name, value in values.items())]}
 
 
 def refuse_what_is_not_plain(values: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import pickletools
 import re
 import uuid
 import weakref
@@ -28,7 +27,6 @@ from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE, METADATA_FILE
 from zerobubble.runtime.failure.forked import detach_in_children
-from zerobubble.whole_files import opened_regular
 
 SCHEDULE = "schedule.json"
 """The file in the folder with the schedule, or the plan."""
@@ -130,24 +128,9 @@ def refuse_what_is_no_checkpoint(path: Path) -> None:
     if foreign:
         sentence = "{path} holds {foreign!r}, which zb.save has not written, and a new checkpoint would replace the whole folder"
         raise InputError(sentence, path=str(path), foreign=foreign[0], remedy="give a folder of the checkpoint's own")
-    if names and not _is_checkpoint(path):
+    if names and CHECKSUMS_FILE not in names:
         message = "{file} is not a checkpoint of zb.save, which would replace it"
         raise InputError(message, file=str(path), remedy="give another path, or move it away")
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    """Whether `zb.save` has written the folder.
-
-    Checkpoints of an earlier version have no checksums. They are recognized by the tensor 'rest', which torch's own checkpoints lack. The
-    pickle is scanned for it and not loaded: saving runs no code of a folder that it would replace.
-    """
-    if (folder / CHECKSUMS_FILE).exists():
-        return True
-    try:
-        with opened_regular(folder / METADATA_FILE) as metadata:
-            return any(argument == "rest" for _, argument, _ in pickletools.genops(metadata))
-    except Exception:  # noqa: BLE001 - a damaged pickle may raise anything
-        return False
 
 
 def _next_to(path: Path, kind: str) -> Path:

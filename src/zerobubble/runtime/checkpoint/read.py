@@ -138,7 +138,7 @@ class CheckpointLoader:
             with changing_weights():
                 self._apply(saved, names, optimizers, targets, own, staged)
             if saved.rest["num_steps"] is not None and not self._model_only:
-                trained.take_over(saved.rest["num_steps"], saved.rest.get("draws_seed"))
+                trained.take_over(saved.rest["num_steps"], saved.rest["draws_seed"])
         extra: dict[str, Any] = saved.rest["extra"]
         return extra
 
@@ -253,7 +253,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Saved:
 
 
 def _open(folder: Path) -> Saved:
-    """Returns the checkpoint in `folder`, whose files have been checked if it has checksums."""
+    """Returns the checkpoint in `folder`, whose files have been checked."""
     identity = checksums.identity(folder)
     with _readable(folder):
         reader = CheckpointReader(folder)
@@ -261,15 +261,11 @@ def _open(folder: Path) -> Saved:
         targets = contents.empty_like_saved("rest", tensors)
         _read(targets, reader, DefaultLoadPlanner())
         rest = contents.as_value(targets["rest"])
-        form, has_checksums = rest["form"], "checksums" in rest
-        if form > contents.FORM:
-            message = "{file} is a checkpoint of form {got}, but this version of zerobubble reads forms up to {expected}"
-            raise InputError(message, file=str(folder), got=form, expected=contents.FORM, remedy="update zerobubble")
+        if rest["form"] != contents.FORM:
+            message = "{file} is a checkpoint of form {got}, but this version of zerobubble reads form {expected}"
+            remedy = "load it with the version that saved it"
+            raise InputError(message, file=str(folder), got=rest["form"], expected=contents.FORM, remedy=remedy)
         states = contents.saved_states(rest, tensors)
-    if has_checksums and checksums.read_checksums(folder) is None:
-        raise InputError(
-            "the checkpoint is damaged: {file} is missing; restore it from a copy", file=str(folder / checksums.CHECKSUMS_FILE)
-        )
     return Saved(folder, reader, rest, states, tensors, identity)
 
 

@@ -15,7 +15,6 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint import contents
 from zerobubble.runtime.checkpoint.background import Saving
 from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
-from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE
 from zerobubble.runtime.checkpoint.folder import Draft, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.parts import Part
@@ -104,7 +103,7 @@ class CheckpointWriter:
         options = {name: kept for theirs in of_ranks for name, kept in theirs["optimizer"].items()}
         rest = {"form": contents.FORM, "num_ranks": len(of_ranks), **names._asdict(), "optimizer": options}
         rest |= {"num_steps": None, "draws_seed": None} if self._model_only else {"num_steps": num_steps, "draws_seed": trained.rng_seed()}
-        rest |= {"layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"], "checksums": CHECKSUMS_FILE}
+        rest |= {"layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
         own = {"hooks": mine["hooks"], "random": None if now is None else plain_states(now)}
         return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
 
