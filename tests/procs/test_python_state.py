@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,15 @@ class Slotted:
     __slots__ = ("count",)
 
 
+class Counts:
+    """A class without objects."""
+
+    count = 0
+
+
+imported = ModuleType("imported")
+
+
 def drawing() -> Callable[[], float]:
     generator = torch.Generator().manual_seed(5)
     return lambda: torch.rand((), generator=generator).item()
@@ -68,6 +78,16 @@ def next_of_module() -> int:
     global counted
     counted += 1
     return counted
+
+
+def next_of_imported() -> int:
+    imported.count += 1
+    return int(imported.count)
+
+
+def next_of_class() -> int:
+    Counts.count += 1
+    return Counts.count
 
 
 def next_of_table() -> int:
@@ -153,6 +173,7 @@ class Stateful(nn.Module):
             Stateful.of_class += 1
             return 1 + Stateful.of_class / 10
         rest = {"object": self.object.next, "function": self.count, "global": next_of_module, "global table": next_of_table}
+        rest |= {"imported": next_of_imported, "named class": next_of_class}
         return 1 + rest[kind]() / 10
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,13 +184,13 @@ class Stateful(nn.Module):
 DRAWN = ("python", "numpy", "generator", "listed", "named", "closure", "numpy generator", "numpy state", "python generator")
 CHANGED = (
     *("attribute", "new attribute", "list", "deque", "dict", "set", "tensor", "in place", "array", "bytes"),
-    *("slots", "class", "object", "function", "global", "global table"),
+    *("slots", "class", "object", "function", "global", "global table", "imported", "named class"),
 )
 
 
 def begin() -> None:
     global counted
-    counted, Stateful.of_class = 0, 0
+    counted = Stateful.of_class = Counts.count = imported.count = 0  # type: ignore[attr-defined]
     TABLE.clear()
     random.seed(1)
     np.random.seed(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +20,14 @@ WIDTH = 4
 COUNT = 0
 RECORDS: list[float] = []
 CACHE: dict[int, Tensor] = {}
+IMPORTED = ModuleType("imported")
+IMPORTED.count = 0  # type: ignore[attr-defined]
+
+
+class Counts:
+    """A class without objects."""
+
+    count = 0
 
 
 class Shared:
@@ -80,6 +90,14 @@ def add_total(_: Shared) -> None:
     Shared.total += 1
 
 
+def add_imported(_: Any) -> None:
+    IMPORTED.count += 1
+
+
+def add_counts(_: Any) -> None:
+    Counts.count += 1
+
+
 def add_nested(shared: Shared) -> None:
     shared.nested["count"][0] += 1
 
@@ -113,6 +131,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None], Callable
     "global number": (Shared, first(add_global), last(lambda _: float(COUNT))),
     "global list": (Shared, first(lambda _: RECORDS.append(1.0)), last(lambda _: float(len(RECORDS)))),
     "attribute of a class": (Shared, first(add_total), last(lambda _: Shared.total)),
+    "global of an imported module": (Shared, first(add_imported), last(lambda _: float(IMPORTED.count))),
+    "attribute of a class without objects": (Shared, first(add_counts), last(lambda _: float(Counts.count))),
+    "generator of Python": (lambda: random.Random(0), first(lambda shared: shared.random()), last(lambda shared: shared.random())),
     "closure": (Shared, *(wrap(function) for wrap, function in zip((first, last), of_closure(), strict=True))),  # type: ignore[operator]
     "from the last to the first in the next forward": (
         Shared,
@@ -151,9 +172,13 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def state_is_as_before() -> Iterator[None]:
     """Splitting leaves what is outside of the model as it was."""
-    before = COUNT, list(RECORDS), dict(CACHE), Shared.total
+
+    def now() -> tuple[Any, ...]:
+        return COUNT, list(RECORDS), dict(CACHE), Shared.total, IMPORTED.count, Counts.count, random.getstate()
+
+    before = now()
     yield
-    assert (COUNT, list(RECORDS), dict(CACHE), Shared.total) == before
+    assert now() == before
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -163,9 +188,9 @@ def test_what_one_part_writes_and_another_reads_is_refused(case: str) -> None:
 
 
 def test_the_refusal_names_the_parts_and_the_object() -> None:
-    with raises(zb.InputError, "layers.0", "layers.3", "Shared", "shared"):
+    with raises(zb.InputError, "layers.3", shared="layers.0.shared.count"):
         zb.split(Net(REFUSED["counter"]), example=torch.ones(2, WIDTH)).describe(2)
-    with raises(zb.InputError, "COUNT", foreign="test_shared_objects.COUNT"):
+    with raises(zb.InputError, shared=f"{__name__}.COUNT"):
         zb.split(Net(REFUSED["global number"]), example=torch.ones(2, WIDTH)).describe(2)
 
 
@@ -173,6 +198,23 @@ def test_the_refusal_names_the_parts_and_the_object() -> None:
 def test_what_no_other_part_reads_is_taken(case: str) -> None:
     split = zb.split(Net(TAKEN[case]), example=torch.ones(2, WIDTH))
     assert split.describe(2).splitlines()[-1].startswith("Proved")
+
+
+class Drawing(nn.Linear):
+    """A layer that draws from Python's generator, in training or always."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (random.random() if self.training or self.always else 1.0)
+
+
+@pytest.mark.parametrize(("always", "proof"), [(False, "Proved"), (True, "Not proved")])
+def test_a_model_that_draws_from_pythons_generator_is_compared_in_evaluation_mode(always: bool, proof: str) -> None:
+    split = zb.split(nn.Sequential(*(Drawing(always=always) for _ in range(3))), example=torch.ones(2, WIDTH))
+    assert split.describe(2).splitlines()[-1].startswith(proof)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -32,7 +32,6 @@ from zerobubble.models.observation.example import Arguments, arguments_of, own_e
 from zerobubble.models.observation.following import Snapshot
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.operations import parameters_of
-from zerobubble.models.observation.plain_state import ProcessState
 from zerobubble.models.observation.units import Units, blocks_around, find_units
 from zerobubble.models.proof.prove import proved
 from zerobubble.models.proof.tiny import MOST_PROVED
@@ -46,6 +45,7 @@ from zerobubble.runtime.failure.user_code import keep_only_user_code
 from zerobubble.runtime.stage.cut_model import note_model
 from zerobubble.runtime.stage.whole_model import ModelFacts
 from zerobubble.runtime.values.buffers import making_tensors
+from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.released import is_released
 from zerobubble.units import NS_PER_MS, as_bytes
 
@@ -320,7 +320,7 @@ class ModelSplit:
 
     def _layers_of(self, look: Look, machine: Machine) -> tuple[Layer, ...]:
         units, flow = look
-        with garbage_collection_paused(), ProcessState(self._model).restored():
+        with garbage_collection_paused(), PythonState(self._model).restored():
             layers = estimated_layers(units, flow, machine)
         if self._by_hand is None:
             return joined_inside_blocks(joined_in_groups(layers, groups_in_order(flow)))

@@ -31,7 +31,6 @@ from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
 from zerobubble.models.observation.following import Snapshot, frozen_in
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
-from zerobubble.models.observation.plain_state import ProcessState
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
 from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
 from zerobubble.models.observation.source_tracker import SourceTracker, named, storage_of
@@ -39,12 +38,11 @@ from zerobubble.models.observation.stand_in import Current, StandIn, device_of, 
 from zerobubble.models.observation.units import Units, join, modules_outside
 from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.values.added_losses import collecting_losses
+from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.random_state import forked
 
 _REMEMBERED = 64
 """Maximum number of kinds of arguments in the cache."""
-_MODULE = frozenset(nn.Module().__dict__)
-"""Attributes that every module has."""
 
 
 class ObservedModel:
@@ -85,9 +83,7 @@ class ObservedModel:
                 if buffer is not None
             }
         )
-        around = (self._model.get_submodule(name) for name in units.around)
-        plain = ((name, value) for module in around for name, value in module.__dict__.items() if name not in _MODULE)
-        self._process = ProcessState(model, plain)
+        self._python = PythonState(model, self._model)
         outside = modules_outside(model, units).items()
         self._snapshots = [Snapshot(module, contents=name not in units.around) for name, module in outside]
         self._forms = [_form_of(unit) for unit in units.units.values()]
@@ -138,7 +134,7 @@ class ObservedModel:
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         self._current.forward = observed = _Observed(source_tracker, self._record)
         try:
-            restored = self._process.restored()  # the code of parts may change objects outside of their shape-only copies
+            restored = self._python.restored()  # the code of parts may change objects outside of their shape-only copies
             with restored, forked(self._parameters, around), torch.no_grad(), source_tracker, collecting_losses() as added:
                 output = self._model(*args, **kwargs)
                 sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +20,10 @@ from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import UnitCall
 from zerobubble.models.observation.example import Arguments
-from zerobubble.models.observation.plain_state import PlainState, ProcessState, SharedObjects, changed, put_back
 from zerobubble.models.proof.tiny import MOST_PROVED, NoTinyModelError, tiny_models
 from zerobubble.runtime.device import generators_restored
+from zerobubble.runtime.values.python_places import Place
+from zerobubble.runtime.values.python_state import GENERATORS, PythonState, Snapshot, changed, put_back
 from zerobubble.runtime.values.random_state import devices_with_generators, states_of
 from zerobubble.runtime.values.released import is_released
 
@@ -52,15 +53,15 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
         whole, parts = (_copy(model, evaluate=evaluate, in_float64=in_float64) for _ in range(2))
         devices = devices_with_generators(whole, args, kwargs)
         uncut = _Uncut(whole, cut)
-        with generators_restored(devices), torch.enable_grad(), uncut.process.restored():
+        with generators_restored(devices), torch.enable_grad(), uncut.python.restored():
             before = states_of(devices)
             try:
                 uncut.run(args, kwargs)
             except Exception as error:  # noqa: BLE001 - not every model runs in float64, and an example need not suit the training mode
                 reason = f"it does not run on its example {names[1]}: {str(error).partition(chr(10))[0][:200]}"
                 continue
-            if states_of(devices) == before:
-                with adding_causes(uncut.passed_by):
+            if states_of(devices) == before and not uncut.draws:
+                with _adding_causes(uncut):
                     _compare(uncut, stages_of(parts), args, kwargs, names)
                 return ""
             reason = "it draws random numbers even in evaluation mode"
@@ -68,24 +69,38 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
 
 
 class _Uncut:
-    """The `whole` model, with the outputs of its parts in each of its forwards, and the state outside of it."""
+    """The `whole` model, with the outputs of its parts in each of its forwards, and its Python state."""
 
     def __init__(self, whole: nn.Module, cut: ModelCut) -> None:
         self.whole = whole
         self.cut = cut
-        self.process = ProcessState(whole)
+        self.python = PythonState(whole)
         self.forwards: list[tuple[Noted, Any]] = []
-        self.passed_by: list[str] = []
+        self.changed: dict[str, Place] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a forward and a backward, and a second forward, which sees what the first one has left."""
-        shared, before = SharedObjects(self.whole, self.cut.stage_of), self.process.now()
+        before = self.python.snapshot()
         self._forward(args, kwargs)
         _go_backward(self.forwards[0][1])
         with torch.no_grad():
             self._forward(args, kwargs)
-        self.passed_by = [*shared.changed(), *(f"a forward changes {name}" for name in changed(before))]
+        self.changed = changed(before)
         put_back(before)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws from the generators of Python or NumPy."""
+        return not self.changed.keys().isdisjoint(GENERATORS)
+
+    def shared(self) -> list[str]:
+        """Returns the names of what has changed and is used by several stages."""
+        units = {unit: self.whole.get_submodule(unit) for unit in self.cut.stage_of}
+        used: Counter[int] = Counter()
+        for stage in range(self.cut.num_stages):
+            others = [unit for name, unit in units.items() if self.cut.stage_of[name] != stage]
+            used.update(PythonState(self.whole, left_out=others).owners())
+        return [name for name, place in self.changed.items() if used[id(place.owner)] > 1]
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with _recording_outputs([self.whole], self.cut) as noted:
@@ -95,10 +110,10 @@ class _Uncut:
 
 def _compare(uncut: _Uncut, stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, str]) -> None:
     """Runs the stages, each with a state of its own, as the uncut model ran."""
-    states = {number: uncut.process.now() for number in range(len(stages))}
+    states = dict.fromkeys(range(len(stages)), uncut.python.snapshot())
     for number, expected in enumerate(uncut.forwards):
         with _recording_outputs(stages, uncut.cut) as noted, torch.set_grad_enabled(number == 0):
-            output = _run(stages, _copied(args), _copied(kwargs), uncut.process, states)
+            output = _run(stages, _copied(args), _copied(kwargs), uncut.python, states)
         _compare_outputs(names, uncut.cut, (noted, output), expected)
         if number == 0:
             _go_backward(output)
@@ -143,7 +158,7 @@ def _recording_outputs(modules: Sequence[nn.Module], cut: ModelCut) -> Iterator[
 
 
 def _run(
-    stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], process: ProcessState, states: dict[int, PlainState]
+    stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], python: PythonState, states: dict[int, Snapshot]
 ) -> Any:
     given: Any = None
     for number, stage in enumerate(stages):
@@ -159,7 +174,7 @@ def _run(
                 reason=str(error),
                 remedy=_REMEDY,
             ) from error
-        states[number] = process.now()
+        states[number] = python.snapshot()
     return given
 
 
@@ -248,17 +263,18 @@ def _size(tensor: Tensor) -> float:
 
 
 @contextmanager
-def adding_causes(causes: Sequence[str]) -> Iterator[None]:
-    """Adds to an `InputError` how parts pass the boundaries of stages by."""
+def _adding_causes(uncut: _Uncut) -> Iterator[None]:
+    """Adds to an `InputError` the Python objects by which parts bypass the boundaries of stages."""
     try:
         yield
     except InputError as error:
-        if not causes:
+        shared = uncut.shared()
+        if not shared:
             raise
         raise InputError(
-            "{error}. On ranks, each has its own Python objects: {causes}",
+            "{error}. A forward changes {shared}, which several stages use, and each rank has its own",
             error=str(error),
-            causes="; ".join(causes),
+            shared=", ".join(shared),
             remedy="let a part return what others need, or pass it as an argument",
         ) from None
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from zerobubble.costs import COLLECTIVE, Costs
-from zerobubble.errors import InputError
 from zerobubble.fit import fit_comm, fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import Collective, head_kinds, traits_of
@@ -116,10 +115,7 @@ def preserve_state(modules: Collection[nn.Module], loss_fn: object, device: torc
                     put_buffers(part, named)
                 for buffer, content in contents.items():
                     buffer.copy_(content)
-                try:
-                    put_back(python)
-                except InputError as error:
-                    faults.append(str(error))
+                faults += map(str, put_back(python))
 
 
 @contextmanager

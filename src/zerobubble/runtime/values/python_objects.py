@@ -7,12 +7,19 @@ from itertools import chain
 from types import CodeType
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
-"""Packages whose code is assumed constant. The thread of tqdm updates its progress bars at any time, which no forward reads."""
+"""Packages whose code and objects are assumed constant. The thread of tqdm updates progress bars at any time, which no forward reads."""
+_OF_MODELS = _LIBRARIES | {"accelerate", "huggingface_hub", "peft", "safetensors", "timm", "torchvision", "transformers"}
+"""Packages whose code is assumed constant. Their objects may change, such as a configuration."""
 
 
 def is_of_library(name: str | None) -> bool:
-    """Returns whether a Python module belongs to a package whose code is assumed constant."""
+    """Returns whether a Python module belongs to a package whose objects are assumed constant."""
     return (name or "builtins").partition(".")[0] in _LIBRARIES
+
+
+def is_constant_code(name: str | None) -> bool:
+    """Returns whether a Python module belongs to a package whose classes, functions and global variables are assumed constant."""
+    return (name or "builtins").partition(".")[0] in _OF_MODELS
 
 
 def names_in(code: CodeType) -> list[str]:

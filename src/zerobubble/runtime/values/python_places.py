@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import is_
-from types import CellType, GeneratorType, MemberDescriptorType
+from types import GeneratorType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -46,10 +46,11 @@ LARGEST = 1 << 24
 
 
 class Place:
-    """One place, the `path` of which names it in errors."""
+    """One place, the `path` of which names it in errors. It belongs to the object `owner`."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, owner: Any) -> None:
         self.path = path
+        self.owner = owner
 
     def read(self) -> Content:
         """Returns the content now."""
@@ -67,16 +68,12 @@ class Place:
 class Table(Place):
     """The entries of a dict."""
 
-    def __init__(self, path: str, table: dict[Any, Any]) -> None:
-        super().__init__(path)
-        self._table = table
-
     def read(self) -> Content:
-        return entries_of(self._table)
+        return entries_of(self.owner)
 
     def write(self, content: Content) -> None:
         half = len(content) // 2
-        fill(self._table, dict(zip(content[:half], content[half:], strict=True)))
+        fill(self.owner, dict(zip(content[:half], content[half:], strict=True)))
 
     def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
         half = len(content) // 2
@@ -87,14 +84,13 @@ class Attributes(Place):
     """The attributes of an object, except those `left_out`. A content begins with their names."""
 
     def __init__(self, path: str, table: dict[str, Any], left_out: frozenset[str] = frozenset()) -> None:
-        super().__init__(path)
-        self._table = table
+        super().__init__(path, table)
         self._left_out = left_out
         self._names: tuple[str, ...] = ()
         self._length = -1
 
     def read(self) -> Content:
-        table = self._table
+        table = self.owner
         if len(table) == self._length:
             try:
                 return (self._names, *map(table.__getitem__, self._names))
@@ -105,9 +101,9 @@ class Attributes(Place):
 
     def write(self, content: Content) -> None:
         names, *values = content
-        for name in [name for name in self._table if name not in self._left_out and name not in names]:
-            del self._table[name]
-        self._table.update(zip(names, values, strict=True))
+        for name in [name for name in self.owner if name not in self._left_out and name not in names]:
+            del self.owner[name]
+        self.owner.update(zip(names, values, strict=True))
 
     def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
         return ((f"{self.path}.{name}".lstrip("."), value) for name, value in zip(content[0], content[1:], strict=True))
@@ -116,15 +112,11 @@ class Attributes(Place):
 class Items(Place):
     """The items of a list, deque or set."""
 
-    def __init__(self, path: str, items: Any) -> None:
-        super().__init__(path)
-        self._items = items
-
     def read(self) -> Content:
-        return entries_of(self._items)
+        return entries_of(self.owner)
 
     def write(self, content: Content) -> None:
-        fill(self._items, content)
+        fill(self.owner, content)
 
 
 class Variables(Place):
@@ -133,12 +125,13 @@ class Variables(Place):
     def __init__(
         self,
         path: str,
+        owner: Any,
         namespace: Mapping[str, Any],
         names: Sequence[str],
         put: Callable[[str, Any], object],
         drop: Callable[[str], object],
     ) -> None:
-        super().__init__(path)
+        super().__init__(path, owner)
         self._namespace, self._names, self._put, self._drop = namespace, names, put, drop
 
     def read(self) -> Content:
@@ -155,27 +148,27 @@ class Variables(Place):
 
 def class_place(kind: type, names: Sequence[str]) -> Place:
     """Returns the place of the data attributes `names` of a class."""
-    return Variables(kind.__name__, vars(kind), names, partial(type.__setattr__, kind), partial(type.__delattr__, kind))
+    return Variables(kind.__name__, kind, vars(kind), names, partial(type.__setattr__, kind), partial(type.__delattr__, kind))
 
 
 def globals_place(namespace: dict[str, Any], names: Sequence[str]) -> Place:
     """Returns the place of the global variables `names` of a Python module."""
-    return Variables(str(namespace.get("__name__")), namespace, names, namespace.__setitem__, namespace.__delitem__)
+    return Variables(str(namespace.get("__name__")), namespace, namespace, names, namespace.__setitem__, namespace.__delitem__)
 
 
 class Slots(Place):
     """The attributes of an object of a class with `__slots__`."""
 
     def __init__(self, path: str, owner: Any, slots: Sequence[MemberDescriptorType]) -> None:
-        super().__init__(path)
-        self._owner, self._slots = owner, slots
+        super().__init__(path, owner)
+        self._slots = slots
 
     def read(self) -> Content:
-        return tuple([in_slot(slot, self._owner) for slot in self._slots])
+        return tuple([in_slot(slot, self.owner) for slot in self._slots])
 
     def write(self, content: Content) -> None:
         for slot, value in zip(self._slots, content, strict=True):
-            put_in_slot(slot, self._owner, value)
+            put_in_slot(slot, self.owner, value)
 
     def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
         return ((f"{self.path}.{slot.__name__}", value) for slot, value in zip(self._slots, content, strict=True))
@@ -184,15 +177,11 @@ class Slots(Place):
 class Cell(Place):
     """A variable of a closure."""
 
-    def __init__(self, path: str, cell: CellType) -> None:
-        super().__init__(path)
-        self._cell = cell
-
     def read(self) -> Content:
-        return (content_of(self._cell),)
+        return (content_of(self.owner),)
 
     def write(self, content: Content) -> None:
-        put_in_cell(self._cell, content[0])
+        put_in_cell(self.owner, content[0])
 
     def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
         return [(self.path, content[0])]
@@ -201,8 +190,8 @@ class Cell(Place):
 class Numbers(Place):
     """A state that is read as one value, such as the state of a random generator. Equal values are one object."""
 
-    def __init__(self, path: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, owner: Any, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        super().__init__(path, owner)
         self._get, self._put = get, put
         self._last: Content = ()
 
@@ -223,21 +212,20 @@ class Elements(Place):
     """The elements of a tensor, noticed by its version: a content is the version and, of a small tensor without a graph, a copy."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
-        super().__init__(path)
-        self.tensor = tensor
+        super().__init__(path, tensor)
         self._is_copied = is_plain(tensor) and not tensor.requires_grad and tensor.numel() * tensor.element_size() <= LARGEST
         self._last: Content = ()
 
     def read(self) -> Content:
-        version = self.tensor._version
+        version = self.owner._version
         if not self._last or version != self._last[0]:
-            self._last = version, self.tensor.detach().clone() if self._is_copied else None
+            self._last = version, self.owner.detach().clone() if self._is_copied else None
         return self._last
 
     def write(self, content: Content) -> None:
-        if content[0] != self.tensor._version:
+        if content[0] != self.owner._version:
             with torch.no_grad():
-                self.tensor.copy_(self.copy_in(content))
+                self.owner.copy_(self.copy_in(content))
 
     def copy_in(self, content: Content) -> Tensor:
         """Returns the elements of an earlier content. Raises `InputError` if they were not copied."""
@@ -251,8 +239,8 @@ class Elements(Place):
         return InputError(
             "a forward changes {place} in place, a {shape} {dtype}, and what was there before is lost",
             place=self.path,
-            shape=tuple(self.tensor.shape),
-            dtype=str(self.tensor.dtype),
+            shape=tuple(self.owner.shape),
+            dtype=str(self.owner.dtype),
             remedy="assign a new tensor to an attribute, or keep it in a buffer (register_buffer)",
         )
 
@@ -264,18 +252,17 @@ class Position(Place):
     """The position of an iterator, which cannot be put back."""
 
     def __init__(self, path: str, iterator: Any) -> None:
-        super().__init__(path)
-        self._iterator = iterator
+        super().__init__(path, iterator)
         self._last: Content = ()
 
     def read(self) -> Content:
-        now = _position(self._iterator)
+        now = _position(self.owner)
         if len(now) != len(self._last) or not all(map(_is_same_value, now, self._last)):
             self._last = now
         return self._last
 
     def write(self, content: Content) -> None:
-        kind = type(self._iterator).__name__
+        kind = type(self.owner).__name__
         message = "a forward advances {place}, a {kind}, which cannot be taken back"
         raise InputError(message, place=self.path, kind=kind, remedy="keep a number or a list instead")
 
@@ -297,16 +284,18 @@ def _position(iterator: Any) -> Content:
 def generator_place(path: str, value: Any) -> Place | None:
     """Returns the place of the state of a random generator of torch, Python or NumPy; None for any other object."""
     if isinstance(value, torch.Generator):
-        return Numbers(path, lambda: value.get_state().numpy().tobytes(), lambda state: value.set_state(_as_state(state)))
+        return Numbers(path, value, lambda: value.get_state().numpy().tobytes(), lambda state: value.set_state(_as_state(state)))
     if isinstance(value, random.Random):
-        return Numbers(path, value.getstate, value.setstate)
+        return Numbers(path, value, value.getstate, value.setstate)
     if not type(value).__module__.startswith("numpy.random"):
         return None
     if hasattr(value, "get_state"):
-        return Numbers(path, lambda: in_bytes(value.get_state()), lambda state: value.set_state(_with_words(state)))
+        return Numbers(path, value, lambda: in_bytes(value.get_state()), lambda state: value.set_state(_with_words(state)))
     bits = getattr(value, "bit_generator", None)
     return (
-        None if bits is None else Numbers(path, lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
+        None
+        if bits is None
+        else Numbers(path, value, lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
     )
 
 
@@ -328,7 +317,7 @@ def array_place(path: str, array: Any) -> Place | None:
             memory.tobytes()
     except (TypeError, ValueError, BufferError, NotImplementedError):
         return None
-    return Numbers(path, lambda: memoryview(array).tobytes(), lambda content: put_in_array(array, content))
+    return Numbers(path, array, lambda: memoryview(array).tobytes(), lambda content: put_in_array(array, content))
 
 
 def container_place(path: str, value: Any) -> Place | None:

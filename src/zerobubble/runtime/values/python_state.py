@@ -1,10 +1,10 @@
 """The Python state that a forward may change, so that it can run again, or as if it had not run.
 
-On one device a forward runs once per microbatch. R runs it a second time, and `profile` and `describe` run it in addition. What it changes
-besides parameters and buffers is found by a walk from the module through
+On one device a forward runs once per microbatch. R runs it a second time, and `profile`, `zb.split` and `describe` run it in addition. What
+it changes besides parameters and buffers is found by a walk from the module through
 
 - attributes of modules and of objects of user classes, data attributes of these classes, and containers;
-- closures and defaults of functions, and global variables that user code names;
+- closures and defaults of functions, and global variables that user code names, also of imported Python modules;
 - random generators of torch, Python and NumPy, with the global ones of Python and NumPy; arrays and tensors of up to 16 MiB; iterators.
 
 Objects of libraries, such as loggers, are assumed to have no effect on a forward. Comparing a place takes about half a microsecond.
@@ -16,7 +16,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.values.python_objects import is_of_library, names_in
+from zerobubble.runtime.values.python_objects import is_constant_code, is_of_library, names_in
 from zerobubble.runtime.values.python_places import (
     Attributes,
     Cell,
@@ -44,13 +44,15 @@ from zerobubble.runtime.values.python_places import (
     globals_place,
     iterator_place,
 )
-from zerobubble.runtime.values.stored import attributes_of, entries_of, is_a, slots_of
+from zerobubble.runtime.values.stored import ABSENT, attributes_of, entries_of, is_a, slots_of
 
 _ATOMS = (int, float, complex, str, bytes, types.NoneType, Enum, torch.dtype, torch.device, torch.Size, nn.Parameter, ModuleType)
 _CODE = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: its parameters, buffers, modules and hooks, and its mode."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+GENERATORS = ("random", "numpy.random")
+"""The paths of the global generators of Python and NumPy."""
 _MOST_ENTRIES = 2000
 """The entries of larger containers are assumed to be constant, such as those of data sets; the container itself is not."""
 
@@ -63,14 +65,15 @@ class Snapshot(NamedTuple):
 
 
 class PythonState:
-    """The Python state that the code of `roots`, modules and functions, may change."""
+    """The Python state that the code of `roots`, modules and functions, may change, except through the objects `left_out`."""
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, left_out: Sequence[Any] = ()) -> None:
         self._roots = roots
+        self._left_out = left_out
         self._find()
 
     def _find(self) -> None:
-        self._finder = _Finder(self._roots)
+        self._finder = _Finder(self._roots, self._left_out)
         self._places: list[Place] = self._finder.places
         self._contents: list[Content] = []
         self._read_new()
@@ -96,6 +99,10 @@ class PythonState:
         self._read_new()
         return True
 
+    def owners(self) -> set[int]:
+        """Returns the `id` of each object that has a place."""
+        return {id(place.owner) for place in self._places}
+
     def _visit(self, place: Place, content: Content) -> None:
         if len(content) <= _MOST_ENTRIES:
             self._finder.visit_all(place.objects(content))
@@ -109,23 +116,37 @@ class PythonState:
         self._entries = list(chain.from_iterable(self._contents))
 
     @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context after which the state is what it was, as far as it can be put back."""
+        before = self.snapshot()
+        try:
+            yield
+        finally:
+            put_back(before)
+
+    @contextmanager
     def as_in(self, before: Snapshot) -> Iterator[None]:
         """A context in which the state is that of a snapshot, and after which it is what it was.
 
         Tensors that have changed since are replaced by copies, since graphs of other microbatches may need them.
         """
         now = self.snapshot()
-        put_back(before, replaces_tensors=True)
+        _raise_first(put_back(before, replaces_tensors=True))
         try:
             yield
         finally:
-            put_back(now)
+            _raise_first(put_back(now))
 
 
-def put_back(before: Snapshot, *, replaces_tensors: bool = False) -> None:
+def _raise_first(faults: list[InputError]) -> None:
+    if faults:
+        raise faults[0]
+
+
+def put_back(before: Snapshot, *, replaces_tensors: bool = False) -> list[InputError]:
     """Restores the contents of a snapshot; with `replaces_tensors`, by copies of tensors whose elements have changed.
 
-    Raises `InputError` for a tensor of which there is no copy, and for an iterator, once all others are restored.
+    Returns the errors for tensors of which there is no copy, and for iterators.
     """
     copies = _copies_in(before) if replaces_tensors else {}
     faults = []
@@ -138,8 +159,22 @@ def put_back(before: Snapshot, *, replaces_tensors: bool = False) -> None:
                 place.write(now)
             except InputError as error:
                 faults.append(error)
-    if faults:
-        raise faults[0]
+    return faults
+
+
+def changed(before: Snapshot) -> dict[str, Place]:
+    """Returns what has changed since a snapshot: by name, its place."""
+    differing: dict[str, Place] = {}
+    for place, content in zip(*before, strict=False):
+        now = place.read()
+        if not are_same(now, content):
+            differing |= dict.fromkeys(_names_of_changes(place, content, now), place)
+    return differing
+
+
+def _names_of_changes(place: Place, before: Content, now: Content) -> list[str]:
+    values, new = dict(place.objects(before)), dict(place.objects(now))
+    return [name for name in values | new if values.get(name, ABSENT) is not new.get(name, ABSENT)] or [place.path]
 
 
 def _copies_in(before: Snapshot) -> dict[int, Tensor]:
@@ -148,7 +183,7 @@ def _copies_in(before: Snapshot) -> dict[int, Tensor]:
     Raises `InputError` for one that no place holds directly, so that it cannot be replaced.
     """
     pairs = [(place, content) for place, content in zip(*before, strict=False) if isinstance(place, Elements)]
-    changed = {id(place.tensor): (place, content) for place, content in pairs if not are_same(place.read(), content)}
+    changed = {id(place.owner): (place, content) for place, content in pairs if not are_same(place.read(), content)}
     held = {id(value) for content in before.contents for value in content} if changed else set()
     for number, (place, _) in changed.items():
         if number not in held:
@@ -157,18 +192,18 @@ def _copies_in(before: Snapshot) -> dict[int, Tensor]:
 
 
 class _Finder:
-    """Finds the places that can be reached from `roots`, in `places`."""
+    """Finds the places that can be reached from `roots` without the objects `left_out`, in `places`."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], left_out: Iterable[Any]) -> None:
         self.places: list[Place] = []
-        self._seen: dict[int, Any] = {}
+        self._seen = {id(value): value for value in left_out}
         """Keeps visited objects alive, since Python reuses the `id` of a freed object."""
         self._variables: dict[int, set[str]] = {}
         modules = [root for root in roots if isinstance(root, nn.Module)]
         self._owned = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
-        self.visit("random", random._inst)
+        self.visit(GENERATORS[0], random._inst)
         if "numpy" in sys.modules:
-            self.visit("numpy.random", sys.modules["numpy"].random.mtrand._rand)
+            self.visit(GENERATORS[1], sys.modules["numpy"].random.mtrand._rand)
         for root in roots:
             self.visit("", root)
 
@@ -181,6 +216,9 @@ class _Finder:
     def visit(self, path: str, value: Any) -> None:
         """Adds the places of an object. Those of the objects that it holds follow when these are read."""
         if is_a(value, _ATOMS) or id(value) in self._seen:
+            return
+        if is_a(value, type):
+            self._visit_class(value)
             return
         self._seen[id(value)] = value
         if is_a(value, nn.Module):
@@ -197,7 +235,7 @@ class _Finder:
 
     def _visit_module(self, path: str, module: nn.Module) -> None:
         self.places.append(Attributes(path, vars(module), _OF_EVERY_MODULE))
-        self._visit_class(module)
+        self._visit_class(type(module))
         for name, child in (*module._modules.items(), *module._buffers.items()):
             self.visit(f"{path}.{name}".lstrip("."), child)
         for hooks in _HOOKS:
@@ -225,11 +263,11 @@ class _Finder:
         slots = slots_of(type(value))
         if slots:
             self.places.append(Slots(path, value, slots))
-        self._visit_class(value)
+        self._visit_class(type(value))
 
-    def _visit_class(self, value: Any) -> None:
-        for kind in type(value).__mro__:
-            if id(kind) not in self._seen and not is_of_library(kind.__module__):
+    def _visit_class(self, derived: type) -> None:
+        for kind in derived.__mro__:
+            if id(kind) not in self._seen and not is_constant_code(kind.__module__):
                 self._seen[id(kind)] = kind
                 entries = [
                     (name, entry) for name, entry in vars(kind).items() if not name.startswith("__") or isinstance(entry, FunctionType)
@@ -248,7 +286,7 @@ class _Finder:
             self.visit(path, code.__func__)
         elif isinstance(code, property):
             self.visit(path, code.fget)
-        elif isinstance(code, FunctionType) and not is_of_library(code.__module__):
+        elif isinstance(code, FunctionType) and not is_constant_code(code.__module__):
             self._visit_function(path, code)
 
     def _visit_function(self, path: str, function: FunctionType) -> None:
@@ -258,10 +296,13 @@ class _Finder:
         if vars(function):
             self.places.append(Attributes(path, vars(function)))
         self.visit_all((path, value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
-        namespace = function.__globals__
-        named = [(name, namespace[name]) for name in names_in(function.__code__) if name in namespace]
-        self._visit_variables(namespace, [(name, value) for name, value in named if not is_a(value, (*_CODE, ModuleType))])
-        self.visit_all((name, value) for name, value in named if is_a(value, FunctionType))
+        names, namespaces = names_in(function.__code__), [function.__globals__]
+        for namespace in namespaces:
+            named = [(name, namespace[name]) for name in names if name in namespace]
+            self._visit_variables(namespace, [(name, value) for name, value in named if not is_a(value, (*_CODE, ModuleType))])
+            self.visit_all((name, value) for name, value in named if is_a(value, (FunctionType, type)))
+            imported = [vars(value) for _, value in named if is_a(value, ModuleType) and not is_constant_code(value.__name__)]
+            namespaces += [one for one in imported if not any(one is other for other in namespaces)]
 
     def _visit_variables(self, namespace: dict[str, Any], named: Iterable[tuple[str, Any]]) -> None:
         """Adds the place of global variables that no place has yet."""
