@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+import warnings
+from collections import UserDict, defaultdict, deque
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -77,8 +79,13 @@ class Sample:
     factor: float = 1.0
 
 
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
 class Holder:
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Any) -> None:
         self.x = x
 
 
@@ -90,7 +97,7 @@ class Takes(nn.Module):
         torch.manual_seed(0)
         self.inner = nn.Linear(WIDTH, WIDTH).double()
 
-    def forward(self, x: Any, other: Any = None) -> Tensor:
+    def forward(self, x: Any, other: Any = None, third: Any = None) -> Tensor:
         return self.inner(x.x * x.factor) if isinstance(x, Sample) else self.inner(x)  # type: ignore[no-any-return]
 
 
@@ -108,14 +115,34 @@ WORKS: dict[str, tuple[Any, Any]] = {
     "list of dataclasses": ([Sample(part, 2.0) for part in X.tensor_split(M)], list(X.tensor_split(M))),
     "user dict": (UserDict(x=X), X),
     "samples": (X, GROUPED),
+    "mapping": ({"x": X, "other": {"v": X[:, 0]}}, X),
+    "named tuple": ({"x": X, "other": Pair(X, X)}, X),
+    "number": ({"x": X, "other": np.float64(2.0)}, X),
+    "no batch": ({"x": X, "other": (torch.tensor(2.0), "mean", None, [1, 2])}, X),
 }
 REFUSED: dict[str, tuple[Any, Any, dict[str, int | None] | None, tuple[Any, ...]]] = {
     "array": ({"x": X, "other": np.ones(B)}, X, None, ("ndarray", B)),
     "object": ({"x": X, "other": Holder(X)}, X, None, ("Holder", B)),
+    "arrays": ({"x": X.numpy(), "other": X.numpy()}, X, None, ("inputs['x']", "inputs['other']", "torch.from_numpy")),
+    "nested user dict": ({"x": X, "other": UserDict(v=X)}, X, None, ("UserDict", B)),
+    "nested default dict": ({"x": X, "other": defaultdict(int, v=X)}, X, None, ("defaultdict", B)),
+    "view of a dict": ({"x": X, "other": MappingProxyType({"v": X})}, X, None, ("mappingproxy", B)),
+    "deque": ({"x": X, "other": deque([X])}, X, None, ("deque", B)),
+    "layers of a cache": ({"x": X, "other": Holder([Holder(X)])}, X, None, ("Holder", B)),
+    "list of scalars": ({"x": X, "other": list(X[:, 0])}, X, None, ("inputs['other']", B)),
+    "list of boxes": ({"x": X, "other": [{"box": torch.ones(1, 4)}] * B}, X, None, ("inputs['other']", B)),
+    "sizes": ({"x": X, "other": torch.ones(B + 1)}, X, None, (B, B + 1, "inputs['other']")),
+    "sparse": ({"x": X, "other": torch.eye(B).to_sparse()}, X, None, ("inputs['other']",)),
+    "unknown name": ({"x": X}, X, {"othr": 1}, ("batch_dims", "'othr'", "'other'")),
+    "dimension of a tuple": ((X, X[:, 0]), X, {"other": 1}, ("'other'", 1)),
     "packed": ({"x": X, "other": pack_sequence([X[:1]] * B)}, X, None, ("PackedSequence",)),
     "not cut": ({"x": X, "other": 2.0}, X, {"other": 0}, ("batch_dims", "'other'", 0)),
     "samples": (X, BOXES, None, (B, M)),
 }
+
+
+def time_major_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target.transpose(0, 1))
 
 
 def stepped(group: Any) -> tuple[dict[str, float], dict[str, Exception], float]:
@@ -138,12 +165,25 @@ def stepped(group: Any) -> tuple[dict[str, float], dict[str, Exception], float]:
             except zb.InputError as error:
                 refused[name] = error
             last = max(last, (pipe.step(X, X) - plain).abs().item())
+    sequence = numbers(3, B, WIDTH)
+    expected = nn.functional.mse_loss(Takes()(sequence, ...), sequence)
+    for inputs in (sequence, (sequence, 2.0)):
+        with zb.Pipeline([Takes()], "gpipe", M, time_major_loss, group=alone(), batch_dims={"x": 1}) as pipe:
+            works[f"dimension of a {type(inputs).__name__}"] = (pipe.step(inputs, sequence.transpose(0, 1)) - expected).abs().item()
+    with warnings.catch_warnings(record=True) as warned, pipeline() as pipe:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipe.step({"x": X, "other": ["a"] * B}, X)
+            pipe.step({"x": X, "other": ["a"] * (B - 1)}, X)
+    (warning,) = [str(warning.message) for warning in warned if "other" in str(warning.message)]
+    states(warning, "inputs['other']", B, "batch_dims")
     with pipeline({"other": None}) as pipe:
         works["shared array"] = (pipe.step({"x": X, "other": np.ones(B)}, X) - plain).abs().item()
-        try:
-            pipe.step(X, X, kwargs=3)
-        except zb.InputError as error:
-            refused["kwargs"] = error
+        for kwargs in (3, {"third": [{"box": torch.ones(1, 4)}] * B}):
+            try:
+                pipe.step(X, X, kwargs=kwargs)
+            except zb.InputError as error:
+                refused[f"kwargs of type {type(kwargs).__name__}"] = error
         last = max(last, (pipe.step(X, X) - plain).abs().item())
     return works, refused, last
 
@@ -151,7 +191,7 @@ def stepped(group: Any) -> tuple[dict[str, float], dict[str, Exception], float]:
 def test_other_forms_of_a_batch_work_or_are_refused(world: Ranks) -> None:
     ((works, refused, last),) = world.run(stepped, ranks=1)
     assert max(works.values()) <= 1e-9, works
-    assert refused.keys() == {*REFUSED, "kwargs"}
+    assert refused.keys() == {*REFUSED, "kwargs of type int", "kwargs of type dict"}
     for name, (*_, values) in REFUSED.items():
         states(refused[name], *values)
     assert last <= 1e-9

@@ -13,20 +13,21 @@ from torch import Tensor
 
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
+from zerobubble.runtime.step.batch_objects import FROM_NUMPY, NamedBatch, cut_structures
 from zerobubble.runtime.step.batch_objects import BatchDims as BatchDims
-from zerobubble.runtime.step.batch_objects import cut_structures
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.values.payload import (
+    Constant,
+    Container,
     Payload,
+    Structure,
     Tensors,
     constant_of,
     flatten_pytree,
     is_plain_dataclass,
-    tensors_in,
+    opaque_types_in,
     unflatten_pytree,
 )
-
-FROM_NUMPY = "torch.from_numpy(array) gives a tensor"
 
 GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
@@ -61,12 +62,15 @@ NO_BATCH = SplitBatch([], [], GIVEN_AS_LIST)
 """For a rank that needs no batch."""
 
 
-def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGradients, batch_dims: BatchDims) -> SplitBatch:
+def split_batch(
+    batch: Any, num_microbatches: int, what: str, gradients: InputGradients, batch_dims: BatchDims, names: Sequence[str] = ()
+) -> SplitBatch:
     """Splits `batch` into microbatches whose sizes differ by at most one, larger ones first.
 
     `batch` is a tensor, or a tuple, dict or dataclass with tensors, which are split along dimension 0, or the one in `batch_dims`. All
     other values go to every microbatch (see `cut_structures` for objects), as do tensors without dimensions, and tensors of size 1 in a
     larger batch, which broadcast. A list holds the microbatches themselves. `gradients` collects the gradients of tensors that require one.
+    `names` are those of positional arguments, for `batch_dims`.
 
     Raises `InputError` for other types, tensors that cannot be split or whose batch sizes differ, fewer samples than microbatches, and
     lists of another length.
@@ -75,12 +79,13 @@ def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGr
         return _from_list(batch, num_microbatches, what, gradients)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     tensors, structure = flatten_pytree(batch, opaque=True)
-    dims = _dims_in(batch, tensors, batch_dims)
-    size = _batch_size(batch, [(t, dim) for t, dim in zip(tensors, dims, strict=True) if dim is not None], num_microbatches, what)
+    named = NamedBatch(what, tensors, structure, names)
+    dims = _dims_in(named, batch_dims)
+    size = _batch_size(named, dims, num_microbatches)
     rows = sample_slices(size, num_microbatches)
     is_cut = [dim is not None and tensor.shape[dim] == size for tensor, dim in zip(tensors, dims, strict=True)]
     parts = [gradients.parts(t, what, rows, dim if cut else None) for t, dim, cut in zip(tensors, dims, is_cut, strict=True)]
-    structures = cut_structures(structure, rows, what, batch_dims)
+    structures = cut_structures(named, rows, batch_dims, is_cut)
     microbatches = [unflatten_pytree(own, iter(of_one)) for own, of_one in zip(structures, zip(*parts, strict=True), strict=True)]
     return SplitBatch(microbatches, [own.stop - own.start for own in rows], size)
 
@@ -98,43 +103,39 @@ def dim_named(tensor: Tensor, name: str, batch_dims: BatchDims) -> int | None:
     return dim
 
 
-def _dims_in(batch: Any, tensors: list[Tensor], batch_dims: BatchDims) -> list[int | None]:
-    """Returns the batch dimension of each of the `tensors` of `batch`; None for tensors that all microbatches share."""
-    dims: list[int | None] = [0 if tensor.dim() else None for tensor in tensors]
-    if isinstance(batch, dict) and not batch_dims.keys().isdisjoint(batch):
-        names = [name for name, value in batch.items() for _ in tensors_in(value)]
-        named = zip(names, tensors, dims, strict=True)
-        dims = [dim_named(tensor, name, batch_dims) if name in batch_dims else dim for name, tensor, dim in named]
-    return dims
+def _dims_in(batch: NamedBatch, batch_dims: BatchDims) -> list[int | None]:
+    """Returns the batch dimension of each tensor of `batch`; None for tensors that all microbatches share."""
+    places = zip(batch.tensors, batch.places(), strict=True)
+    first = [0 if tensor.dim() else None for tensor in batch.tensors]
+    if not batch_dims:
+        return first
+    return [dim_named(t, name, batch_dims) if name in batch_dims else dim for (t, (name, _)), dim in zip(places, first, strict=True)]
 
 
-def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int, what: str) -> int:
+def _batch_size(batch: NamedBatch, dims: Sequence[int | None], num_microbatches: int) -> int:
     """Returns the batch size of tensors with these batch dimensions. Raises `InputError` if they cannot be split."""
+    what = batch.what
+    places = zip(batch.tensors, dims, batch.places(), strict=True)
+    cut = [(tensor, dim, where) for tensor, dim, (_, where) in places if dim is not None]
     if not cut:
-        got = "no tensor with a batch" if tensors_in(batch) else type(batch).__name__
-        raise InputError(
-            "{argument} must be {expected}; got {got}",
-            argument=what,
-            expected=f"a tensor, tuple or dict, with the batch in dimension 0 of each tensor, or a list of {num_microbatches} microbatches",
-            got=got,
-            remedy=FROM_NUMPY if "ndarray" in got else "",
-        )
-    for tensor, _ in cut:
+        raise _without_batch(batch, num_microbatches)
+    for tensor, _, where in cut:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
-            message = "a tensor of {argument} is {got} and cannot be split"
-            raise InputError(message, argument=what, got=kind, remedy=f"give a list of its {num_microbatches} microbatches")
-    sizes = {tensor.shape[dim] for tensor, dim in cut}
-    sizes = sizes - {1} or sizes  # size 1 broadcasts
+            message = "{place} is a tensor that is {got} and cannot be split"
+            raise InputError(message, place=where, got=kind, remedy=f"give a list of the {num_microbatches} microbatches")
+    sizes = {tensor.shape[dim]: where for tensor, dim, where in reversed(cut)}
+    sizes = {size: where for size, where in sizes.items() if size != 1} or sizes  # size 1 broadcasts
     if len(sizes) > 1:
         raise InputError(
-            "the tensors of {argument} must share their batch size, got {got}",
+            "the tensors of {argument} must share their batch size, got {got}: {places}",
             argument=what,
             got=sorted(sizes),
-            remedy="give them by name, and give Pipeline their batch dimensions, None for tensors that all microbatches share: "
-            "batch_dims={'position_ids': 1, 'mask': None}",
+            places=", ".join(f"{size} of {where}" for size, where in sorted(sizes.items())),
+            remedy="give Pipeline their batch dimensions by name, None for tensors that all microbatches share: "
+            "batch_dims={'position_ids': 1, 'mask': None}; for a list with an entry for each sample, give a list of microbatches",
         )
-    size = sizes.pop()
+    (size,) = sizes
     if size < num_microbatches:
         raise InputError(
             "{argument} of batch size {got} cannot be split into {expected} microbatches",
@@ -146,6 +147,24 @@ def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int
             else "leave out an empty batch",
         )
     return size
+
+
+def _without_batch(batch: NamedBatch, num_microbatches: int) -> InputError:
+    """Returns the error of a batch in which no tensor is cut."""
+    arrays = [where for _, where, part in batch.items() if any("ndarray" in kind.__name__ for kind in opaque_types_in(part))]
+    got = "no tensor with a batch" if batch.tensors else _kind_of(batch.structure)
+    return InputError(
+        "{argument} must be {expected}; got {got}{places}",
+        argument=batch.what,
+        expected=f"a tensor, tuple or dict, with the batch in dimension 0 of each tensor, or a list of {num_microbatches} microbatches",
+        got=got,
+        places=f" with arrays in {', '.join(arrays)}" if arrays and got != "ndarray" else "",
+        remedy=FROM_NUMPY if arrays else "",
+    )
+
+
+def _kind_of(structure: Structure) -> str:
+    return structure.kind.__name__ if isinstance(structure, (Constant, Container)) else str(structure)
 
 
 @lru_cache(64)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.step.batch import GIVEN_AS_LIST, dim_named, sample_slices
-from zerobubble.runtime.step.batch_objects import BatchDims, cut_structures
+from zerobubble.runtime.step.batch import GIVEN_AS_LIST, StepInputs, dim_named, sample_slices
+from zerobubble.runtime.step.batch_objects import BatchDims, NamedBatch, cut_structures
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.values.payload import flatten_pytree, tensors_in, unflatten_pytree
 
@@ -33,6 +33,8 @@ def split_kwargs(
     go to every microbatch. A list has a dict for each microbatch. Raises `InputError` for other types, lists of another length, names that
     no stage takes, and dimensions in `batch_dims` without the batch.
     """
+    if kwargs is None:
+        return {}
     each = for_each_microbatch(kwargs, num_microbatches, batch_size, gradients, batch_dims)
     names = list(dict.fromkeys(name for named in each for name in named))
     taken = names_taken(modules, names)
@@ -43,6 +45,32 @@ def split_kwargs(
 def names_taken(modules: Mapping[int, nn.Module], names: Sequence[str]) -> dict[int, list[str]]:
     """Returns, by stage, those of `names` that it takes as arguments."""
     return {stage: [name for name in names if _takes(module, name)] for stage, module in modules.items()}
+
+
+def positional_names(modules: Mapping[int, nn.Module], batch_dims: BatchDims) -> list[str]:
+    """Returns the names of the positional arguments of the first stage, if it is in `modules` and `batch_dims` has names."""
+    named = _parameters_of_class(modules[0]) if 0 in modules and batch_dims else []
+    return [parameter.name for parameter in named if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def known_names(given: StepInputs, modules: Mapping[int, nn.Module]) -> set[str] | None:
+    """Returns the names of arguments that this rank was given or that its stages take.
+
+    Returns None if a stage takes every name, or if the targets are named, which may have other names in other calls.
+    """
+    parameters = [parameter for module in modules.values() for parameter in _parameters_of_class(module)]
+    if isinstance(given.targets, Mapping) or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    mappings = [value for value in (given.inputs, given.kwargs) if isinstance(value, Mapping)]
+    return {*(parameter.name for parameter in parameters), *(name for value in mappings for name in value)}
+
+
+def _parameters_of_class(module: nn.Module) -> list[inspect.Parameter]:
+    """Returns the parameters of the first forward among the module's classes that names any: a cut stage takes those of its model."""
+    of_classes = (inspect.signature(vars(kind)["forward"]).parameters for kind in type(module).__mro__ if "forward" in vars(kind))
+    every = [list(parameters.values())[1:] for parameters in of_classes]
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return next((own for own in every if any(parameter.kind not in unnamed for parameter in own)), every[0])
 
 
 def names_of_arguments(modules: Mapping[int, nn.Module]) -> list[str] | None:
@@ -77,12 +105,13 @@ def _cut(
     kwargs: dict[str, Any], num_microbatches: int, batch_size: int, gradients: InputGradients, batch_dims: BatchDims
 ) -> list[dict[str, Any]]:
     tensors, structure = flatten_pytree(kwargs, opaque=True)
-    names = [name for name, value in kwargs.items() for _ in tensors_in(value)]
-    dims = [_cut_dim(tensor, name, batch_size, batch_dims) for name, tensor in zip(names, tensors, strict=True)]
+    named = NamedBatch("kwargs", tensors, structure, ())
+    dims = [_cut_dim(tensor, name, batch_size, batch_dims) for tensor, (name, _) in zip(tensors, named.places(), strict=True)]
     rows = sample_slices(batch_size, num_microbatches)
     parts = [iter(gradients.parts(tensor, "kwargs", rows, dim)) for tensor, dim in zip(tensors, dims, strict=True)]
     is_cut = batch_size != GIVEN_AS_LIST
-    structures = cut_structures(structure, rows, "kwargs", batch_dims) if is_cut else [structure] * len(rows)
+    flags = [dim is not None for dim in dims]
+    structures = cut_structures(named, rows, batch_dims, flags) if is_cut else [structure] * len(rows)
     return [unflatten_pytree(own, map(next, parts)) for own in structures]
 
 

@@ -8,11 +8,11 @@ open. Otherwise ranks have begun different calls, and the pipeline ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-from zerobubble.errors import InputError, ZeroBubbleError
+from zerobubble.errors import InputError, ZeroBubbleError, near
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.failure.context import AgreedError
@@ -43,6 +43,7 @@ class CallRefusals:
         self._programs = programs
         self._losses = losses
         self._gather = gather
+        self._has_compared_dims = False
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
@@ -53,6 +54,27 @@ class CallRefusals:
             fault = str(error) if isinstance(error, ZeroBubbleError) else f"{type(error).__name__}: {error}"
             self._forward(fault, self._programs.now.forward_handshake)
             self._raise_different(_Fault(fault), self._exchange(_Fault(fault)))
+
+    def of_unknown_dims(self, dims: Iterable[str], known: Callable[[], Set[str] | None]) -> None:
+        """Raises `InputError` in the first call if `dims`, the names in `batch_dims`, has a name that no rank knows.
+
+        `known` returns the names that this rank knows; None if a stage takes every name.
+        """
+        if self._has_compared_dims or not dims:
+            return
+        self._has_compared_dims = True
+        names = known()
+        of_ranks = self._gather(None if names is None else sorted(names), "comparing batch_dims")
+        if None not in of_ranks and (unknown := sorted(set(dims).difference(*of_ranks))):
+            of_all = sorted(set().union(*of_ranks))
+            raise AgreedError(
+                InputError(
+                    "batch_dims has {got}, which is not the name of an argument",
+                    argument="batch_dims",
+                    got=", ".join(map(repr, unknown)),
+                    remedy=f"{near(unknown[0], of_all)}the arguments are {', '.join(of_all)}",
+                )
+            )
 
     @contextmanager
     def of_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:

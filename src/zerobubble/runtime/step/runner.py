@@ -44,7 +44,7 @@ from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.loss_faults import why_nothing_trains
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts, forecast_memory
-from zerobubble.runtime.step.named_arguments import refuse_other_kwargs, split_kwargs
+from zerobubble.runtime.step.named_arguments import known_names, positional_names, refuse_other_kwargs, split_kwargs
 from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.refusals import CallRefusals
@@ -341,12 +341,16 @@ class StepRunner:
         gradients = self._input_gradients
         gradients.begin(len(executor.program.placement.routes))
         has_targets = is_last and given.targets is not None
+        cut_kwargs = partial(split_kwargs, given.kwargs, self.modules, count, gradients=gradients, batch_dims=given.batch_dims)
+        self._refusals.of_unknown_dims(given.batch_dims, partial(known_names, given, self.modules))
         with self._refusals.of_batch(executor, outputs):
             self._stages.refuse_replaced()
             given.refuse_missing(self.peers.members[self.rank], is_first=is_first, needs_targets=is_last and outputs is None)
             refuse_other_kwargs(given.kwargs)
-            batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
-            targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
+            cut = partial(split_batch, num_microbatches=count, gradients=gradients, batch_dims=given.batch_dims)
+            batch = cut(given.inputs, what="inputs", names=positional_names(self.modules, given.batch_dims)) if is_first else NO_BATCH
+            targets = cut(given.targets, what="targets") if has_targets else NO_BATCH
+            named = cut_kwargs(batch.batch_size) if is_first else {}
             if captured is not None:
                 batch, targets = _in_place(captured, "inputs", batch), _in_place(captured, "targets", targets)
             costs = None if ordering is None else ordering.costs_of(self.programs.now.schedule, batch.microbatches)
@@ -356,7 +360,7 @@ class StepRunner:
         known, announced, size, order, passes = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
-        named = {} if given.kwargs is None else split_kwargs(given.kwargs, self.modules, count, size, gradients, given.batch_dims)
+        named = named if is_first else cut_kwargs(size)
         if captured is not None:
             named = captured.inputs("kwargs", named)
         # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.

@@ -18,7 +18,7 @@ from zerobubble.errors import InputError, near
 from zerobubble.runtime.session import Session
 from zerobubble.runtime.step.batch import StepInputs, split_batch
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.step.named_arguments import for_each_microbatch, names_taken
+from zerobubble.runtime.step.named_arguments import for_each_microbatch, names_taken, positional_names
 from zerobubble.runtime.transport.contact import exchanging
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.endpoint import Line
@@ -56,7 +56,7 @@ class Lending:
         Ranks that begin no route get no inputs, and ranks that end none get no targets.
         """
         self._refuse(given)
-        mine = _share(given, num_microbatches)
+        mine = _share(given, num_microbatches, positional_names(self._modules, given.batch_dims))
         routes = session.setup.schedule.placement.routes
         ranks = session.peers.members
         wanted = Share({ranks[route[0]] for route in routes}, {ranks[route[-1]] for route in routes}, frozenset(ranks))
@@ -100,10 +100,10 @@ def _names_in(kwargs: Any) -> list[str]:
     return list(dict.fromkeys(name for named in each for name in named))
 
 
-def _share(given: StepInputs, num_microbatches: int) -> Share:
+def _share(given: StepInputs, num_microbatches: int, names: Sequence[str]) -> Share:
     gradients = InputGradients()
     cut = partial(split_batch, num_microbatches=num_microbatches, gradients=gradients, batch_dims=given.batch_dims)
-    inputs = cut(given.inputs, what="inputs")
+    inputs = cut(given.inputs, what="inputs", names=names)
     kwargs = given.kwargs
     named = None if kwargs is None else for_each_microbatch(kwargs, num_microbatches, inputs.batch_size, gradients, given.batch_dims)
     return Share(inputs.microbatches, cut(given.targets, what="targets").microbatches, named)

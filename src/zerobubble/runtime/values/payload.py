@@ -104,13 +104,18 @@ class Payload(tuple[Tensor, ...]):
         return ((), {**pytree, **self.keywords}) if isinstance(pytree, dict) else (pytree, self.keywords)
 
 
-def opaque_types_in(structure: Structure) -> Iterator[type]:
-    """Yields the types of the objects in a pytree that are neither tensors nor constants."""
+def opaque_in(structure: Structure) -> Iterator[Any]:
+    """Yields the objects in a pytree that are neither tensors nor constants."""
     if isinstance(structure, Container):
         for part in structure.parts:
-            yield from opaque_types_in(part)
+            yield from opaque_in(part)
     elif isinstance(structure, Constant) and isinstance(structure.value, Opaque):
-        yield structure.kind
+        yield structure.value.value
+
+
+def opaque_types_in(structure: Structure) -> Iterator[type]:
+    """Yields the types of the objects in a pytree that are neither tensors nor constants."""
+    yield from map(type, opaque_in(structure))
 
 
 def structure_of(tensors: tuple[Tensor, ...]) -> Structure:
