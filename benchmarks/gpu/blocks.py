@@ -38,9 +38,9 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-def model(sizes: Sizes, device: torch.device, precision: str, blocks: int | None = None) -> nn.Module:
-    """Returns a stack of blocks, the same in each call."""
-    torch.manual_seed(0)
+def model(sizes: Sizes, device: torch.device, precision: str, blocks: int | None = None, seed: int = 0) -> nn.Module:
+    """Returns a stack of blocks, the same in each call with one seed."""
+    torch.manual_seed(seed)
     linear = Float8Linear if precision == "float8" else nn.Linear
     stack = (Block(sizes.width, sizes.heads, linear) for _ in range(sizes.blocks if blocks is None else blocks))
     return nn.Sequential(*stack).to(device, DTYPES[precision])

@@ -118,7 +118,7 @@ def main() -> int:
     small = ["--device", "cpu"] if options.rehearse else []
     programs = {"results": ("run.py", ["--only", "memory"]), "steps": ("steps.py", ["--only", "1f1b"]), "tests": ("check.py", ["packing"])}
     ends = {}
-    done = run([sys.executable, "-m", "zerobubble.cli", "doctor", "--json", *([] if options.rehearse else ["--gpu"])])
+    done = run([sys.executable, "-m", "zerobubble", "doctor", "--json", *([] if options.rehearse else ["--gpu"])])
     doctor = json.loads(done.stdout) if done.stdout.startswith("{") else None
     ends["doctor"] = f"exit code {done.returncode}"
     for name, (program, part) in programs.items():

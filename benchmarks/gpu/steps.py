@@ -45,7 +45,7 @@ def measured(kind: str, is_shared: bool, schedule: str, precision: str, steps: i
     sizes = Sizes(device)
 
     def build(stage: int = 0, num_stages: int = 1) -> nn.Module:
-        return model(sizes, device, precision, blocks=1)
+        return model(sizes, device, precision, blocks=1, seed=stage)
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2 * ranks * sizes.batch, sizes.length, sizes.width, generator=generator).to(device, DTYPES[precision])
@@ -63,9 +63,9 @@ def measured(kind: str, is_shared: bool, schedule: str, precision: str, steps: i
     return rounded(row)
 
 
-def gradient_error(pipe: zb.Pipeline, build: Callable[[], nn.Module], x: Tensor) -> float:
+def gradient_error(pipe: zb.Pipeline, build: Callable[[int], nn.Module], x: Tensor) -> float:
     """Returns the largest error of a gradient on this rank, relative to the norm of the gradient on one device."""
-    stages = nn.ModuleList(build() for _ in range(pipe.schedule.num_stages))
+    stages = nn.ModuleList(build(stage) for stage in range(pipe.schedule.num_stages))
     microbatches = pipe.schedule.num_microbatches
     for part in x.chunk(microbatches):
         (mse(nn.Sequential(*stages)(part), part) / microbatches).backward()

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if sys.argv[:1] == ["-m"]:  # `python -m zerobubble.cli` imports this package before its own module
+if sys.argv[:1] == ["-m"]:  # `python -m zerobubble` imports this package before its own module
     import_module("zerobubble_command").report_interruptions()
 
 import zerobubble.notebook  # noqa: F401 - installs the drawers for notebooks
