@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import zerobubble as zb
@@ -93,31 +94,31 @@ def on_a_full_disk(group: Any, path: str, victim: int) -> tuple[list[str], int]:
     seen = []
     pipe = zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group)
     optimizer = optimizer_for(pipe)
-    zb.save(path, pipe, extra={"number": 0})
+    zb.save(path, pipe, optimizer, extra={"number": 0})
     with pytest.MonkeyPatch.context() as patch:
         if pipe.rank == victim:
             patch.setattr(FileSystemWriter, "write_data", full)
         for ask in ("wait", "save", "at once", "load", "close"):
             train(pipe, optimizer, range(1))
             with pytest.raises(zb.InputError) as caught:
-                _ask(ask, path, pipe)
+                _ask(ask, path, pipe, optimizer)
             seen.append(str(caught.value))
     with pytest.raises(zb.PipelineError):
         train(pipe, optimizer, range(1))
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
-        return seen, zb.load(path, pipe)["number"]
+        return seen, zb.load(path, pipe, optimizer_for(pipe))["number"]
 
 
-def _ask(ask: str, path: str, pipe: zb.Pipeline) -> None:
-    saving = zb.save(path, pipe, extra={"number": 1}, wait=ask == "at once")
+def _ask(ask: str, path: str, pipe: zb.Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    saving = zb.save(path, pipe, optimizer, extra={"number": 1}, wait=ask == "at once")
     if ask == "wait":
         with pytest.raises(zb.InputError):
             saving.wait()
         saving.wait()
     elif ask == "save":
-        zb.save(path, pipe, extra={"number": 2}, wait=False)
+        zb.save(path, pipe, optimizer, extra={"number": 2}, wait=False)
     elif ask == "load":
-        zb.load(path, pipe)
+        zb.load(path, pipe, optimizer)
     else:
         pipe.close()
 

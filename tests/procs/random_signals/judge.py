@@ -100,9 +100,9 @@ def judged(case: Case, evidence: Evidence, load: Load) -> Row:
     return _Judge(case, evidence, load).row()
 
 
-def _did_not_come(message: Report) -> set[int | None]:
-    """The ranks that are named where several did not come to a meeting: one that stands still may keep another in its own call."""
-    named = re.match(r"ranks ([\d, ]+and \d+) did not come", message.text) if message.rank is None else None
+def _did_not_call(message: Report) -> set[int | None]:
+    """The ranks that are named where several did not call Pipeline(...): one that stands still may keep another in its own call."""
+    named = re.match(r"ranks ([\d, ]+and \d+) did not call Pipeline", message.text) if message.rank is None else None
     return {int(rank) for rank in re.findall(r"\d+", named[1])} if named else set()
 
 
@@ -240,7 +240,7 @@ class _Judge:
             self._add(f"rank {rank} got the report after {took:.1f} s, more than {allowed:.1f}", is_outside)
         if message.kind not in ("PipelineError", "InputError"):
             self.faults.append(f"rank {rank} raised {message.kind}: {message.text}")
-        elif not self.case.culprits(rank) & {message.rank, *_did_not_come(message)}:
+        elif not self.case.culprits(rank) & {message.rank, *_did_not_call(message)}:
             fault = f"rank {rank} blames {'nobody' if message.rank is None else f'rank {message.rank}'} in {call}: {message.text}"
             self._add(fault, self._blames_one_kept_waiting(message))
 
@@ -299,7 +299,7 @@ class _Judge:
 
     def _is_excused(self, rank: int, message: Report) -> bool:
         """Whether a rank names another than the culprit, and by the evidence the machine is to blame for that."""
-        is_right = self.case.culprits(rank) & {message.rank, *_did_not_come(message)}
+        is_right = self.case.culprits(rank) & {message.rank, *_did_not_call(message)}
         return not is_right and self._blames_one_kept_waiting(message)
 
     def _are_hosts_cut_off(self) -> bool:
