@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.device import DEVICE, cpu_only
 from tests.procs.ranks import Ranks
+from tests.procs.versions import needs_steps_under_a_default_device
 from zerobubble.runtime.device import interface
 
 M, WIDTH = 4, 6
@@ -156,6 +157,7 @@ OUTSIDE_OF_STEPS: dict[str, Setting] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
 """Settings in which steps cannot train, or compute other numbers."""
+MARKS = {"meta": needs_steps_under_a_default_device}
 
 
 def under(group: Any, folder: str, setting: str, way: str) -> tuple[list[float], list[float]]:
@@ -167,7 +169,7 @@ def under(group: Any, folder: str, setting: str, way: str) -> tuple[list[float],
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", ["build", "split"])
-@pytest.mark.parametrize("setting", [*WHOLE, *OUTSIDE_OF_STEPS])
+@pytest.mark.parametrize("setting", [pytest.param(name, marks=MARKS.get(name, ())) for name in (*WHOLE, *OUTSIDE_OF_STEPS)])
 @cpu_only("the setting is that of the CPU")
 def test_settings_of_the_user_change_no_number(world: Ranks, tmp_path: Path, setting: str, way: str) -> None:
     for plain, other in world.run(under, str(tmp_path / "run"), setting, way, ranks=2):
