@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
@@ -76,7 +77,9 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.feature("losses of one device", "gradient accumulation", "clipping", "manual optimization", "learning rate schedulers")
 @pytest.mark.feature("evaluation with metrics", "loggers and callbacks", "losses with parameters", "bf16")
-@pytest.mark.feature("BackboneFinetuning", "StochasticWeightAveraging", "WeightAveraging", "LearningRateFinder")
+@pytest.mark.feature(
+    "random numbers in training_step", "BackboneFinetuning", "StochasticWeightAveraging", "WeightAveraging", "LearningRateFinder"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case, tolerance=5e-2 if case == "bf16" else 1e-6)
@@ -190,7 +193,6 @@ def data(samples: int = 8) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.zeros(samples, dtype=torch.long)), 8)
 
 
-@pytest.mark.feature("random numbers in training_step")
 def test_both_runs_of_a_training_step_draw_the_same(one_rank: lightning.Trainer) -> None:
     one_rank.fit(Denoiser(), data())
     assert one_rank.global_step == 3
@@ -212,14 +214,14 @@ class LateDenoiser(Classifier):
 
 
 def test_a_training_step_that_begins_to_draw_later_draws_the_same_in_both_runs(one_rank: lightning.Trainer) -> None:
-    """The runs of two microbatches up to the call, in the second step twice, and then those that compute the losses."""
+    """The runs of two microbatches up to the call, in the second step again after one for the batch, and then those for the losses."""
     module = LateDenoiser()
     one_rank.fit(module, data())
     first, second, third = module.sums[:4], module.sums[4:10], module.sums[10:]
     assert first[:2] == first[2:]
-    assert second[:2] == second[2:4] == second[4:]
+    assert second[2:4] == second[4:]
     assert third[:2] == third[2:]
-    assert len({*first, *second, *third}) == 6
+    assert len({*first, *second[2:], *third}) == 6
 
 
 class Faulty(Classifier):
@@ -227,7 +229,7 @@ class Faulty(Classifier):
 
     def __init__(self, step: Callable[[Faulty, Any], Any]) -> None:
         super().__init__()
-        self.step, self.generator = step, torch.Generator()
+        self.step = step
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(self, batch[0])
@@ -242,6 +244,41 @@ def weighted(self: Any, x: Tensor) -> Tensor:
     return nn.functional.cross_entropy(self.model(x), x[:, 0].gt(0).long(), torch.tensor([1.0, 5.0, 1.0, 1.0, 1.0]))
 
 
+def mixed(self: Any, x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mixes samples with others of the batch."""
+    labels, order, share = x[:, 0].gt(0).long(), torch.randperm(len(x)), np.random.beta(2, 2)
+    logits = self.model(share * x + (1 - share) * x[order])
+    losses = [nn.functional.cross_entropy(logits, of, weights) for of in (labels, labels[order])]
+    return share * losses[0] + (1 - share) * losses[1]
+
+
+def late(self: Any, x: Tensor) -> Tensor:
+    """Draws after the call of the network: a scalar of each generator, and a mask."""
+    output = self.model(x)
+    DRAWN.append((len(x), float(torch.rand(())), random.random(), float(np.random.rand())))
+    return nn.functional.dropout(output, 0.5).square().mean()
+
+
+DRAWN: list[tuple[float, ...]] = []
+
+
+@pytest.mark.feature("random numbers after the network in training_step")
+def test_numbers_drawn_after_the_network_are_those_of_the_step(one_rank: lightning.Trainer) -> None:
+    """One draw for all microbatches and the comparison in steps 1 and 2, and others in each step."""
+    DRAWN.clear()
+    one_rank.fit(Faulty(late), data())
+    assert [size for size, *_ in DRAWN] == [4, 4, 8, 4, 4, 8, 4, 4]
+    first, second, third = DRAWN[:3], DRAWN[3:6], DRAWN[6:]
+    for step in (first, second, third):
+        assert len({draw[1:] for draw in step}) == 1
+    assert len({step[0][1:] for step in (first, second, third)}) == 3
+
+
+def test_a_permutation_of_the_batch_is_one_of_each_microbatch(one_rank: lightning.Trainer) -> None:
+    one_rank.fit(Faulty(mixed), data())
+    assert one_rank.global_step == 3
+
+
 def logged(self: Any, x: Tensor) -> Tensor:
     loss = spread(self, x)
     self.log("root", loss.sqrt())
@@ -253,16 +290,18 @@ def counted(self: Any, x: Tensor) -> Tensor:
     return self.model(x).square().mean()
 
 
+@pytest.mark.refuses("losses that are neither sums nor means")
 @pytest.mark.parametrize(
     ("step", "stated"),
     [
         (lambda self, x: self.model(x).square().sum(), 'loss_weight="sum"'),
         (lambda self, x: spread(self, x).sqrt(), "num_microbatches=1"),
         (weighted, "loss_weight"),
+        (lambda self, x: mixed(self, x, torch.tensor([1.0, 5.0, 1.0, 1.0, 1.0])), "on_after_batch_transfer"),
         (logged, "'root'"),
         (counted, "self.count"),
     ],
-    ids=["a sum", "a root", "class weights", "a logged root", "a counter"],
+    ids=["a sum", "a root", "class weights", "mixed class weights", "a logged root", "a counter"],
 )
 def test_a_number_that_is_no_mean_over_microbatches_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
     with raises(InputError, "training_step", stated):
@@ -273,12 +312,13 @@ def test_a_number_that_is_no_mean_over_microbatches_is_an_error(step: Any, state
 @pytest.mark.parametrize(
     ("step", "stated"),
     [
-        (lambda self, x: self.model(x + torch.randn(x.shape, generator=self.generator)).mean(), "self.model"),
+        (lambda self, x: self.model(x - x.mean(0)).mean(), "self.model"),
+        (lambda self, x: self.model(x + torch.tensor(np.random.randn(*x.shape)).float()).mean(), "on_after_batch_transfer"),
         (lambda self, x: (self.model(x) + self.model(x)).mean(), "self.model"),
         (lambda self, x: x.mean(), "self.model"),
         (lambda self, x: {"answers": self.model(x)}, "'loss'"),
     ],
-    ids=["other arguments", "two calls", "no call", "no loss"],
+    ids=["a mean of the batch", "rows of NumPy", "two calls", "no call", "no loss"],
 )
 def test_a_training_step_that_cannot_be_cut_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
     with raises((InputError, PipelineError), "training_step", stated):
@@ -309,3 +349,17 @@ def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "'train_loss'" in done.stdout
     assert "'val_loss'" in done.stdout
+
+
+@pytest.mark.feature("class weights with loss_weight", "custom losses")
+def test_class_weights_train_as_on_one_device(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    weights, losses = torch.tensor([1.0, 5.0, 1.0, 1.0, 1.0]), []
+    for strategy in ({}, {"strategy": PipelineStrategy("1f1b", 2, loss_weight=lambda batch: weights[batch[0][:, 0].gt(0).long()].sum())}):
+        lightning.seed_everything(0, verbose=False)
+        one = lightning.Trainer(accelerator="cpu", devices=1, max_steps=9, default_root_dir=tmp_path, **strategy, **quiet)
+        module = Faulty(weighted)
+        one.fit(module, data())
+        with torch.no_grad():
+            losses.append(float(weighted(module, data().dataset.tensors[0])))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -214,6 +215,39 @@ class Tempered(Evaluated):
         return self.model(x) / self.temperature
 
 
+class Drawn(Classifier):
+    """Draws noise, times and scalars of all generators before it calls the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        noise = torch.randn_like(x) * np.random.beta(2, 2) + random.random()
+        times = torch.randint(10, (len(x), 1), generator=self.generator) / 10
+        return functional.cross_entropy(self.model(x + noise * times * torch.rand(1, dtype=x.dtype)), y)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
+class DrawnByHand(Drawn):
+    """The same with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss, optimizer = self.loss(*batch), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("train_loss", loss)
+
+
 class Denoiser(Classifier):
     """Draws noise before it calls the network, named by its argument, and uses it after."""
 
@@ -275,6 +309,8 @@ CASES = {
     "outside": Case(Tempered, evaluated, validates=True),
     "bf16": Case(Classifier, lambda folder: {"precision": "bf16-mixed"}),
     "saved": Case(Classifier, saved, order="distributed"),
+    "drawn": Case(Drawn, lambda folder: {"precision": "64-true"}),
+    "drawn by hand": Case(DrawnByHand, lambda folder: {"precision": "64-true"}),
     "tuned": Case(Tuned, tuned),
     "averaged": Case(Averaged, averaged, validates=True),
 }

@@ -2,9 +2,11 @@
 
 The network is the module that `training_step` calls. `zb.split` cuts it, and the stages use its parameters. The rest of `training_step`
 is the user's own code, and runs once for each microbatch on the rank of the last stage, where the call of the network returns the output
-that the pipeline has computed. Before that, every rank runs it up to the call of the network, to capture the arguments. Both runs draw the
-same random numbers: the second run begins with the random states of the first. These states are read and written for each microbatch only
-if the first runs of the batch draw random numbers, because NumPy's state takes 0.2 ms each time.
+that the pipeline has computed. Before that, every rank runs it up to the call of the network, to capture the arguments.
+
+If these runs draw random numbers, they draw them for the whole batch first, and all runs for microbatches get their parts (see `draws`).
+Each begins with the random states of Python and NumPy before the batch. To find a first draw, every rank reads the states twice in a step,
+which takes 0.5 ms. What `training_step` draws after the call follows from a seed of the step.
 
 With manual optimization, `training_step` also steps the optimizer, so it cannot run once for each microbatch. It runs once on every rank,
 and its call of the network trains the whole pipeline. The losses of microbatches come from further runs, which end at `manual_backward`.
@@ -17,7 +19,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,10 +31,13 @@ from torch.utils import _pytree as pytree
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches
+from zerobubble.integrations.lightning.comparison import Fault, inputs_differ
+from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.isolation import isolated, nothing
 from zerobubble.integrations.lightning.logs import Entry, MetricState, Parts, StepMessages, counts_of, merged, updated
 from zerobubble.integrations.lightning.settings import Settings
-from zerobubble.integrations.lightning.whole_batch import Fault, WholeBatch, loss_of, metrics_copied
+from zerobubble.integrations.lightning.step import Step
+from zerobubble.integrations.lightning.whole_batch import WholeBatch, loss_of, metrics_copied
 from zerobubble.integrations.whole_model import (
     CalledError,
     copy_from,
@@ -45,45 +49,10 @@ from zerobubble.integrations.whole_model import (
 )
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.step.batch import join_outputs
-from zerobubble.runtime.values.random_state import RandomStates, states_restored
+from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all, states_restored
 
 Arguments = tuple[Any, ...] | dict[str, Any]
 TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
-
-
-@dataclass
-class _Step:
-    """One training step.
-
-    Attributes:
-        batch: The batch.
-        microbatches: The parts of the batch.
-        sizes: Their numbers of samples.
-        rest: The other arguments of `training_step`.
-        share: The factor of every loss: one over the number of batches that accumulate gradients.
-        losses: For each microbatch, its loss, without the factor.
-        logs: For each microbatch, what `training_step` logged.
-        extras: For each microbatch, what `training_step` returned in addition to the loss.
-        states: For each microbatch, the random states at the beginning of `training_step`, if it draws random numbers before the call.
-        states_after: The random states after all captures, on the rank that computes the losses.
-        counts: The numbers of updates of metrics before the step.
-    """
-
-    batch: Any
-    microbatches: list[Any]
-    sizes: list[int]
-    rest: tuple[Any, ...]
-    share: float
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    logs: list[list[Entry]] = field(init=False)
-    extras: list[dict[str, Any]] = field(init=False)
-    states: list[RandomStates] = field(default_factory=list)
-    states_after: RandomStates | None = None
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.logs = [[] for _ in self.sizes]
-        self.extras = [{} for _ in self.sizes]
 
 
 class StepRunner:
@@ -102,8 +71,8 @@ class StepRunner:
         self._whole = WholeBatch(module, device, {})
         self._messages = StepMessages(module, self._group, device)
         self._is_first = True
-        self._draws = True
-        self._step: _Step | None = None
+        self._draws = False
+        self._step: Step | None = None
         self._given: list[Arguments] = []
         self._outputs: list[Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
@@ -117,7 +86,7 @@ class StepRunner:
         Args:
             batch: The batch of this replica.
             rest: The other arguments of `training_step`.
-            share: The factor of every loss, as in `_Step`.
+            share: The factor of every loss, as in `Step`.
             clears: Whether the gradients of earlier batches are dropped.
         """
         step = self._begun(batch, rest, share)
@@ -143,14 +112,15 @@ class StepRunner:
             calls += 1
             self._refuse_second_call(calls)
             if self._is_first and not equal_arguments(self._form(args, kwargs), join_outputs(arguments)):
-                message = "with manual optimization, training_step must draw no random numbers before it calls {name}"
-                raise InputError(message, name=self._name)
+                raise Fault(self._name, kind="inputs").error(self._training_step)
             outputs: list[Any] = [None] * len(step.sizes)
             with own_forward(self.network), metrics_copied(self._module):
                 self._trained(step, arguments, clears=False, outputs=outputs)
             return self._from_last_stage(join_outputs(outputs) if self._is_last else None)
 
-        with replaced(self.network, forward=forward):
+        if step.states is not None:
+            step.states.set()
+        with replaced(self.network, forward=forward), step.draws.joined():
             return self._module.training_step(batch, *rest)
 
     def put_gradients(self) -> None:
@@ -167,7 +137,7 @@ class StepRunner:
                 parameter.grad.add_(gradient)
         self._gradients = None
 
-    def _begun(self, batch: Any, rest: tuple[Any, ...], share: float) -> _Step:
+    def _begun(self, batch: Any, rest: tuple[Any, ...], share: float) -> Step:
         samples, most = num_samples(batch), self._settings.num_microbatches
         if self.pipe is None and samples < most:
             raise InputError(
@@ -178,9 +148,9 @@ class StepRunner:
                 expected=samples,
             )
         microbatches, sizes = cut(batch, min(samples, most))
-        return _Step(batch, microbatches, sizes, rest, share)
+        return Step(batch, microbatches, sizes, rest, share)
 
-    def _trained(self, step: _Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
+    def _trained(self, step: Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
         """Runs the passes of a step, puts the gradients aside, and returns the loss."""
         pipe = self._pipeline(arguments[0])
         if self._module.automatic_optimization:  # otherwise, the rest of training_step runs on every rank
@@ -204,19 +174,28 @@ class StepRunner:
             parameter.grad = gradient
         return loss
 
-    def _compare(self, step: _Step, outputs: list[Any]) -> None:
+    def _compare(self, step: Step, outputs: list[Any]) -> None:
         """Raises `InputError` on every rank if the step differs from one call of `training_step` for the batch."""
-        fault = self._whole.fault(self.network, step.batch, step.rest, outputs, self._parts(step)) if self._is_last else None
+        joined = join_outputs(self._given)
+
+        def called(*args: Any, **kwargs: Any) -> bool:
+            self._seed_rest(step, 0)
+            return not inputs_differ(joined, self._form(args, kwargs))
+
+        fault = None
+        if self._is_last:
+            parts = self._parts(step)
+            fault = self._whole.fault(self.network, step, outputs, parts, called)
         fault = self._from_last_stage(None if fault is None else fault._asdict())
         if fault is not None:
-            raise Fault(**fault).error(self._module)
+            raise Fault(**fault).error(self._training_step)
 
-    def _parts(self, step: _Step) -> Parts:
+    def _parts(self, step: Step) -> Parts:
         weights = [float(self._weight_of(step, index)) for index in range(len(step.sizes))]
         losses = [float(step.losses[index]) for index in range(len(step.sizes))]
         return Parts(step.logs, step.sizes, weights, losses, self._is_sum)
 
-    def _entries(self, step: _Step) -> list[Entry]:
+    def _entries(self, step: Step) -> list[Entry]:
         """Returns what the step logs, and without names the metrics that it has updated and not logged."""
         entries = merged(self._parts(step), self._module, self._whole.rules)
         logged = {entry.value.attribute for entry in entries if isinstance(entry.value, MetricState)}
@@ -234,12 +213,13 @@ class StepRunner:
             self._refuse_second_call(calls)
             if self._is_first:
                 self._refuse_other_arguments(index, self._form(args, kwargs))
+            self._seed_rest(step, index)
             return output
 
         if self._outputs is not None:
             self._outputs[index] = _detached(output)
-        states = states_restored(step.states[index], self._device) if step.states else nullcontext()
-        with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]):
+        states = nullcontext() if step.states is None else states_restored(step.states, self._device)
+        with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]), step.draws.of_microbatch(index):
             loss, extras = loss_of(self._module, step.microbatches[index], step.rest)
         step.losses[index] = loss.detach()
         step.extras[index] = _detached(extras) if extras else {}
@@ -262,27 +242,35 @@ class StepRunner:
 
     # Arguments of the network
 
-    def _arguments_of_all(self, step: _Step) -> list[Arguments]:
+    def _arguments_of_all(self, step: Step) -> list[Arguments]:
         """Returns the arguments with which `training_step` calls the network, for each microbatch."""
-        if self.pipe is not None and not self._is_last:
-            return [self._arguments_of(step, index) for index in range(len(step.sizes))]
         before = RandomStates.now(self._device)
-        found = []
+        if self._draws:
+            with isolated(self._module, []), step.draws.of_whole():
+                self._captured("training_step", step.batch, *step.rest)
+            step.states, step.states_after = before, RandomStates.now(self._device)
+        arguments = []
         for index in range(len(step.sizes)):
             if self._draws:
-                step.states.append(RandomStates.now(self._device))
-            found.append(self._arguments_of(step, index))
+                before.set()
+            with step.draws.of_microbatch(index):
+                arguments.append(self._arguments_of(step, index))
+        if step.states_after is not None:
+            step.states_after.set()
+            return arguments
         step.states_after = RandomStates.now(self._device)
-        draws = not step.states_after.is_same_as(before)
-        if self._is_first:
-            self._draws = draws
-        elif draws and not self._draws:  # the first draw: repeat, with the states of each microbatch
-            self._draws = True
+        if any(step.draws.parts.values()) or not step.states_after.is_same_as(before):  # the first draw
+            self._draws, step.draws, step.states_after = True, BatchDraws(step.sizes), None
             before.set()
             return self._arguments_of_all(step)
-        return found
+        return arguments
 
-    def _arguments_of(self, step: _Step, index: int) -> Arguments:
+    def _seed_rest(self, step: Step, index: int) -> None:
+        """Seeds what `training_step` draws after the call. Numbers of Python and NumPy are the same for all microbatches."""
+        seed = mixed(self._seed, self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
+        seed_all(mixed(seed, 1 + index), self._device, seed)
+
+    def _arguments_of(self, step: Step, index: int) -> Arguments:
         with isolated(self._module, step.logs[index]):
             return self._captured("training_step", step.microbatches[index], *step.rest)
 
@@ -313,6 +301,10 @@ class StepRunner:
         """The module that is cut."""
         assert self._network is not None
         return self._network
+
+    @property
+    def _training_step(self) -> str:
+        return f"{type(self._module).__name__}.training_step"
 
     @property
     def _name(self) -> str:
@@ -389,7 +381,7 @@ class StepRunner:
         assert self._step is not None
         return self._weight_of(self._step, int(target))
 
-    def _weight_of(self, step: _Step, index: int) -> Any:
+    def _weight_of(self, step: Step, index: int) -> Any:
         weight = self._settings.loss_weight
         if weight is None or isinstance(weight, str):
             return 1 if weight == "sum" else step.sizes[index]

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,52 +19,14 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from zerobubble.errors import InputError
+from zerobubble.integrations.lightning.comparison import Fault, are_near, is_compared, loss_fault, tolerance_of
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated
 from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, merged
+from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lone_calls import numbers_of, unchanged
 from zerobubble.integrations.whole_model import replaced
 from zerobubble.runtime.step.batch import join_outputs
-from zerobubble.runtime.values.random_state import RandomStates, states_restored
-
-TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-5}
-"""The relative differences that rounding explains, by the dtype of the outputs; 1e-2 for others."""
-
-
-class Fault(NamedTuple):
-    """A difference: what differs, its value from microbatches, its value for the batch, and whether that is a sum; or state that changes,
-    without values."""
-
-    what: str
-    parts: float | None = None
-    whole: float | None = None
-    is_sum: bool = False
-
-    def error(self, module: pl.LightningModule) -> InputError:
-        name = f"{type(module).__name__}.training_step"
-        if self.whole is None or self.parts is None:
-            return InputError(
-                "{name} changes {what}, and a pipeline runs it several times for each batch",
-                name=name,
-                what=self.what,
-                remedy="change it in on_train_batch_start or on_train_batch_end, whose outputs['loss'] is the loss of the batch",
-            )
-        if self.what != "the loss":
-            remedy = "log it in validation_step, or log a torchmetrics Metric with on_step=False, on_epoch=True"
-        elif self.is_sum:
-            remedy = 'give PipelineStrategy(loss_weight="sum")'
-        else:
-            remedy = (
-                "give PipelineStrategy(loss_weight=...) a function of a microbatch that returns what its loss divides by, such as "
-                "lambda batch: class_weights[batch[1]].sum(); a loss that compares samples needs num_microbatches=1"
-            )
-        return InputError(
-            "{what} in {name} is {expected} for the whole batch and {got} over its microbatches: it is not the mean over samples",
-            what=self.what,
-            name=name,
-            expected=f"{self.whole:.6g}",
-            got=f"{self.parts:.6g}",
-            remedy=remedy,
-        )
+from zerobubble.runtime.values.random_state import states_restored
 
 
 @dataclass
@@ -79,42 +41,47 @@ class WholeBatch:
     def is_due(self) -> bool:
         """Counts a step, and returns whether to compare it."""
         self.num_steps += 1
-        return self.num_steps & (self.num_steps - 1) == 0
+        return is_compared(self.num_steps)
 
-    def fault(self, network: nn.Module, batch: Any, rest: tuple[Any, ...], outputs: Sequence[Any], parts: Parts) -> Fault | None:
+    def fault(self, network: nn.Module, step: Step, outputs: Sequence[Any], parts: Parts, called: Callable[..., bool]) -> Fault | None:
         """Returns what of a step differs from one call of `training_step`, or None.
 
         Args:
             network: The module whose calls return the outputs.
-            batch: The whole batch.
-            rest: The other arguments of `training_step`.
+            step: The step.
             outputs: The outputs of the network, for each microbatch.
             parts: The losses and logs of microbatches.
+            called: Returns whether the arguments of the network are those of the microbatches.
         """
         output = join_outputs([pytree.tree_map_only(Tensor, _leaf, output) for output in outputs])
         entries: list[Entry] = []
+        has_inputs = True
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_inputs
+            has_inputs = called(*args, **kwargs)
+            return output
+
         with ExitStack() as stack:
-            stack.enter_context(states_restored(None, self.device))
+            stack.enter_context(states_restored(step.states, self.device))
             stack.enter_context(metrics_copied(self.module))
             changed = stack.enter_context(_changes(self.module))
             stack.enter_context(isolated(self.module, entries))
-            stack.enter_context(replaced(network, forward=lambda *args, **kwargs: output))
-            before = RandomStates.now(self.device)
-            loss, _ = loss_of(self.module, batch, rest)
-            draws = not RandomStates.now(self.device).is_same_as(before)
+            stack.enter_context(replaced(network, forward=forward))
+            stack.enter_context(step.draws.joined())
+            loss, _ = loss_of(self.module, step.batch, step.rest)
         if changed:
-            return Fault(changed[0])
-        if draws or len(parts.losses) == 1:
-            return None  # the numbers of the batch are not those of its microbatches
-        tolerance = min((TOLERANCES.get(leaf.dtype, 1e-2) for leaf in pytree.tree_leaves(output) if _is_float(leaf)), default=2e-5)
-        return self._loss_fault(float(loss), parts, tolerance) or self._log_fault(entries, parts, tolerance)
-
-    def _loss_fault(self, whole: float, parts: Parts, tolerance: float) -> Fault | None:
-        terms = [weight * loss for weight, loss in zip(parts.weights, parts.losses, strict=True) if weight]
-        total = sum(terms) / (1 if parts.is_sum else sum(parts.weights) or 1)
-        if _are_near(total, whole, tolerance, parts.losses):
+            return Fault(changed[0], kind="state")
+        if len(parts.losses) == 1:
             return None
-        return Fault("the loss", total, whole, is_sum=_are_near(sum(parts.losses), whole, tolerance, parts.losses))
+        if not has_inputs:
+            name = next(name for name, child in self.module.named_modules() if child is network)
+            return Fault(f"self.{name or 'forward'}", kind="inputs")
+        if step.draws.fault:
+            return Fault(step.draws.fault, kind="draws")
+        tolerance = tolerance_of(output)
+        is_random = any(step.draws.parts.values()) or step.states is not None
+        return loss_fault(float(loss.detach()), parts, tolerance, draws=is_random) or self._log_fault(entries, parts, tolerance)
 
     def _log_fault(self, entries: Sequence[Entry], parts: Parts, tolerance: float) -> Fault | None:
         for entry in entries:
@@ -122,11 +89,11 @@ class WholeBatch:
                 continue
             whole = float(entry.value)
             values = {rule: self._by(rule, entry.name, parts) for rule in (self.rules.get(entry.name, ""), *RULES)}
-            fitting = [rule for rule, value in values.items() if value is not None and _are_near(value, whole, tolerance, [value])]
+            fitting = [rule for rule, value in values.items() if value is not None and are_near(value, whole, tolerance, [value])]
             if fitting:
                 self.rules[entry.name] = fitting[0]
             elif isinstance(entry.value, Tensor):
-                return Fault(f"the logged value {entry.name!r}", values[""], whole)
+                return Fault(f"the logged value {entry.name!r}", values[""] or 0.0, whole)
         return None
 
     def _by(self, rule: str, name: str, parts: Parts) -> float | None:
@@ -214,13 +181,3 @@ class _Same:
 def _leaf(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _are_near(value: float, whole: float, tolerance: float, sizes: Sequence[float]) -> bool:
-    if value != value or whole != whole:
-        return value != value and whole != whole
-    return abs(value - whole) <= tolerance * max(abs(whole), *map(abs, sizes))

@@ -128,6 +128,14 @@ def seed_generators(seed: int, device: torch.device) -> None:
         generator.manual_seed(seed)
 
 
+def seed_all(seed: int, device: torch.device, seed_of_python: int) -> None:
+    """Seeds all generators that user code draws from: torch's with `seed`, Python's and NumPy's with `seed_of_python`."""
+    seed_generators(seed, device)
+    random.seed(seed_of_python)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed_of_python % 2**32)
+
+
 def mixed(seed: int, number: int) -> int:
     """Returns a seed for each `number` below 2**64, all different. Takes a tenth of the time of `seed_for`, since every pass calls it.
 

@@ -1,0 +1,125 @@
+"""Compares the loss that follows from microbatches with the loss of one call for the whole batch, in steps 1, 2, 4, 8 and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zerobubble.errors import InputError
+from zerobubble.integrations.lightning.logs import Parts
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-5}
+"""The relative differences that rounding explains, by the dtype of the outputs; 1e-2 for others."""
+LOSS = "the loss"
+DIVISORS = {
+    "loss_fn": "the targets of a microbatch that returns what its loss divides by, such as lambda targets: class_weights[targets].sum()",
+    "": "a microbatch that returns what its loss divides by, such as lambda batch: class_weights[batch[1]].sum()",
+}
+"""What `loss_weight` is, by the name of the function that computes the loss; the last is for `training_step`."""
+
+
+class Fault(NamedTuple):
+    """A difference between a batch and its microbatches.
+
+    Attributes:
+        what: What differs: "the loss", a logged value, the network, the random numbers, or the state that changes.
+        parts: A number that follows from microbatches.
+        whole: The number for the whole batch.
+        is_sum: Whether the number is the sum over microbatches.
+        kind: What `what` is, other than a number.
+        draws: Whether the code draws random numbers.
+    """
+
+    what: str
+    parts: float = 0.0
+    whole: float = 0.0
+    is_sum: bool = False
+    kind: Literal["number", "state", "inputs", "draws"] = "number"
+    draws: bool = False
+
+    def error(self, name: str) -> InputError:
+        """Returns the error, where `name` is the user's function."""
+        if self.kind == "number":
+            return self._number_error(name)
+        message, remedy = {
+            "state": (
+                "{name} changes {what}, and a pipeline runs it several times for each batch",
+                "change it in on_train_batch_start or on_train_batch_end, whose outputs['loss'] is the loss of the batch",
+            ),
+            "inputs": (
+                "{name} calls {what} with other inputs for the whole batch than for its microbatches",
+                f"compute them from each sample alone, or for the whole batch in {self._place(name)}",
+            ),
+            "draws": ("{name} draws {what}, which are no parts of these", f"draw them in {self._place(name)}"),
+        }[self.kind]
+        return InputError(message, name=name, what=self.what, remedy=remedy)
+
+    def _place(self, name: str) -> str:
+        return "your loop, as targets" if name == "loss_fn" else "on_after_batch_transfer, which gets the whole batch"
+
+    def _number_error(self, name: str) -> InputError:
+        if self.what != LOSS:
+            remedy = "log it in validation_step, or log a torchmetrics Metric with on_step=False, on_epoch=True"
+        elif self.is_sum:
+            remedy = 'give PipelineStrategy(loss_weight="sum")'
+        else:
+            remedy = (
+                f"give PipelineStrategy(loss_weight=...) a function of {DIVISORS.get(name, DIVISORS[''])}; a loss that compares samples "
+                "needs num_microbatches=1"
+            )
+            remedy = f"draw random numbers in {self._place(name)}, or {remedy}" if self.draws else remedy
+        return InputError(
+            "{what} in {name} is {expected} for the whole batch and {got} over its microbatches: it is not the mean over samples",
+            what=self.what,
+            name=name,
+            expected=f"{self.whole:.6g}",
+            got=f"{self.parts:.6g}",
+            remedy=remedy,
+        )
+
+
+def is_compared(step: int) -> bool:
+    """Returns whether this step, counted from 1, is compared."""
+    return step & (step - 1) == 0
+
+
+def loss_fault(whole: float, parts: Parts, tolerance: float, *, draws: bool) -> Fault | None:
+    """Returns the fault if the loss of the whole batch does not follow from its microbatches."""
+    terms = [weight * loss for weight, loss in zip(parts.weights, parts.losses, strict=True) if weight]
+    total = sum(terms) / (1 if parts.is_sum else sum(parts.weights) or 1)
+    if are_near(total, whole, tolerance, parts.losses):
+        return None
+    return Fault(LOSS, total, whole, is_sum=are_near(sum(parts.losses), whole, tolerance, parts.losses), draws=draws)
+
+
+def tolerance_of(output: Any) -> float:
+    """Returns the largest relative difference that rounding explains in numbers computed from `output`."""
+    dtypes = [leaf.dtype for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return min((TOLERANCES.get(dtype, 1e-2) for dtype in dtypes), default=2e-5)
+
+
+def are_near(value: float, whole: float, tolerance: float, sizes: Sequence[float]) -> bool:
+    """Returns whether two numbers differ by rounding, in sums over numbers of these `sizes`."""
+    if value != value or whole != whole:
+        return value != value and whole != whole
+    return abs(value - whole) <= tolerance * max(abs(whole), *map(abs, sizes))
+
+
+def inputs_differ(joined: Any, whole: Any) -> bool:
+    """Returns whether tensors of equal shapes in two nested structures differ by more than rounding. Other shapes are those of padding."""
+    (parts, form), (others, other_form) = (pytree.tree_flatten(inputs) for inputs in (joined, whole))
+    if form != other_form:
+        return False
+    pairs = [(a, b) for a, b in zip(parts, others, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]
+    return any(not _are_equal(a, b) for a, b in pairs)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    largest = float(other.detach().abs().max())
+    return torch.allclose(one, other, rtol=0, atol=tolerance_of(other) * largest, equal_nan=True)

@@ -1,0 +1,50 @@
+"""The batch, the losses and the logs of one training step of a LightningModule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from zerobubble.integrations.lightning.draws import BatchDraws
+from zerobubble.integrations.lightning.logs import Entry
+from zerobubble.runtime.values.random_state import RandomStates
+
+
+@dataclass
+class Step:
+    """One training step.
+
+    Attributes:
+        batch: The batch.
+        microbatches: The parts of the batch.
+        sizes: Their numbers of samples.
+        rest: The other arguments of `training_step`.
+        share: The factor of every loss: one over the number of batches that accumulate gradients.
+        losses: For each microbatch, its loss, without the factor.
+        logs: For each microbatch, what `training_step` logged.
+        extras: For each microbatch, what `training_step` returned in addition to the loss.
+        draws: The random numbers that `training_step` draws.
+        states: The random states at the beginning of `training_step`, if it draws random numbers before the call.
+        states_after: The random states after all captures.
+        counts: The numbers of updates of metrics before the step.
+    """
+
+    batch: Any
+    microbatches: list[Any]
+    sizes: list[int]
+    rest: tuple[Any, ...]
+    share: float
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    logs: list[list[Entry]] = field(init=False)
+    extras: list[dict[str, Any]] = field(init=False)
+    draws: BatchDraws = field(init=False)
+    states: RandomStates | None = None
+    states_after: RandomStates | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.logs = [[] for _ in self.sizes]
+        self.extras = [{} for _ in self.sizes]
+        self.draws = BatchDraws(self.sizes)
