@@ -146,6 +146,77 @@ def test_what_a_pipeline_cannot_run_is_named() -> None:
     one.strategy.teardown()
 
 
+WEIGHTS = torch.tensor([1.0, 5.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+
+
+def weighted(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, targets, WEIGHTS)
+
+
+def summed(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, targets, reduction="sum")
+
+
+def ignoring(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, targets, ignore_index=0)
+
+
+def dropping(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(nn.functional.dropout(output), targets)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 1, 0, 2, 0, 3, 0, 4])
+
+
+def losses_of(loss_fn: Any, steps: int = 4, **options: Any) -> list[float]:
+    """The losses of a pipeline of one stage."""
+    one = fabric(PipelineStrategy("1f1b", 2, loss_fn, **options), devices=1)
+    one.launch()
+    torch.manual_seed(0)
+    module = network().double()
+    _, optimizer = one.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    losses = []
+    try:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses.append(float(one.strategy.step(*batch())))
+            optimizer.step()
+    finally:
+        one.strategy.teardown()
+    return losses
+
+
+@pytest.mark.feature("class weights with loss_weight", "custom losses")
+@pytest.mark.parametrize(
+    ("loss_fn", "loss_weight"),
+    [(weighted, lambda targets: WEIGHTS[targets].sum()), (ignoring, lambda targets: (targets != 0).sum()), (summed, "sum")],
+    ids=["class weights", "ignored labels", "a sum"],
+)
+def test_losses_with_weights_train_as_on_one_device(loss_fn: Any, loss_weight: Any) -> None:
+    torch.manual_seed(0)
+    module = network().double()
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_fn(module(batch()[0]), batch()[1])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses_of(loss_fn, loss_weight=loss_weight) == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.refuses("losses that are neither sums nor means")
+@pytest.mark.parametrize("loss_fn", [weighted, ignoring, summed, lambda output, targets: (output - output.mean(0)).square().mean()])
+def test_a_loss_that_is_no_mean_over_samples_is_an_error(loss_fn: Any) -> None:
+    with raises(InputError, "loss_fn", "loss_weight"):
+        losses_of(loss_fn, 1)
+
+
+def test_a_loss_that_draws_random_numbers_is_compared_with_equal_draws() -> None:
+    assert len(losses_of(dropping)) == 4
+
+
 @pytest.mark.feature("at most three changed lines")
 def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     done = torchrun(programs_of("docs/lightning.md")[-1], tmp_path, 2)

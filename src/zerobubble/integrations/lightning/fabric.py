@@ -17,12 +17,15 @@ from torch.optim import Optimizer
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples, refuse_different_batches
+from zerobubble.integrations.lightning.comparison import Fault
+from zerobubble.integrations.lightning.microbatch_losses import MicrobatchLosses
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse, refuse_fabric, refuse_optimizers, refuse_options, wrapping_faults
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import from_last_stage
 from zerobubble.runtime.gathered import gathering, make_whole
+from zerobubble.runtime.step.batch import sample_slices
 
 
 class PipelineStrategy(PipelineRanks, ParallelStrategy):
@@ -31,9 +34,11 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
     Args:
         schedule: What `zb.Pipeline` accepts.
         num_microbatches: The number of microbatches of a batch.
-        loss_fn: `loss_fn(output, targets)` returns the mean loss of a microbatch, as for `zb.Pipeline`.
+        loss_fn: `loss_fn(output, targets)` returns the mean loss of a microbatch, as for `zb.Pipeline`. In steps 1, 2, 4, 8, ..., it is
+            compared with its value for the whole batch.
         data_parallel_size: The number of replicas of the pipeline, which load different batches.
-        loss_weight: The weight of a microbatch in the mean loss, as for `zb.Pipeline`; by default the number of samples.
+        loss_weight: `loss_weight(targets)` returns the weight of a microbatch in the mean loss, as for `zb.Pipeline`; by default it is the
+            number of samples. "sum" is for losses that are sums.
         process_group_backend: The backend of `torch.distributed`; by default "nccl" for GPUs and "gloo" for CPUs.
         options: Further options of `zb.Pipeline`, and "cuts", "inside_blocks" and "memory" of `zb.split`.
 
@@ -48,19 +53,18 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         loss_fn: Callable[[Any, Any], Tensor],
         *,
         data_parallel_size: int = 1,
-        loss_weight: Callable[[Any], Any] | None = None,
+        loss_weight: Callable[[Any], Any] | str | None = None,
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         refuse_wrong_versions("lightning")
         self._settings = Settings.from_options(schedule, num_microbatches, None, loss_weight, options)
-        self._loss_fn = loss_fn
+        self._losses = MicrobatchLosses(loss_fn, loss_weight)
         self._data_parallel_size = data_parallel_size
         self._backend = process_group_backend
         self._num_nodes = 1
         self._module: nn.Module | None = None
-        self._has_stepped = False
         self.pipeline: zb.Pipeline | None = None
         """The `zb.Pipeline`, made at the first step: its timeline, plan and losses."""
         refuse_options(self._settings, data_parallel_size)
@@ -116,12 +120,19 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             inputs: The arguments of the module: a tensor, a tuple or a dict, with the samples in the first dimension.
             targets: The second argument of `loss_fn`, of the same number of samples.
         """
-        if not self._has_stepped:
+        if not self._losses.num_steps:
             refuse_different_batches((inputs, targets), self.mesh.get_group("pp"))
-            self._has_stepped = True
-        self._pipeline(inputs)._steps.cut_model.release()
+        pipe, count = self._pipeline(inputs), self._count(inputs)
+        pipe._steps.cut_model.release()
         with self.precision.forward_context():
-            return self._pipeline(inputs).step(inputs, targets, num_microbatches=self._count(inputs))
+            sizes = [rows.stop - rows.start for rows in sample_slices(num_samples(inputs), count)]
+            is_due = self._losses.begin(sizes)
+            loss = pipe.step(inputs, targets, num_microbatches=count)
+            if is_due:
+                fault = from_last_stage(pipe, self._losses.fault(), self.mesh.get_group("pp"), self.root_device)
+                if fault is not None:
+                    raise Fault(**fault).error("loss_fn")
+        return loss
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of the module for a batch, on every rank. Raises `InputError` where gradients are recorded."""
@@ -149,7 +160,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             settings = self._settings
             example = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
             with torch.enable_grad():
-                self.pipeline = settings.pipeline_of(self._module, example, self._loss_fn, settings.loss_weight, self.mesh)
+                self.pipeline = settings.pipeline_of(self._module, example, self._losses, self._losses.weight, self.mesh)
                 self.pipeline._steps.cut_model.pipe = "strategy.pipeline"
                 self.pipeline._steps.cut_model.remedy = "call fabric.save(path, {'model': model}) on all ranks, or "
         return self.pipeline

@@ -1,0 +1,74 @@
+"""The loss function of Fabric's strategy: the user's, whose values for microbatches are compared with one call for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zerobubble.integrations.lightning.comparison import is_compared, loss_fault, tolerance_of
+from zerobubble.integrations.lightning.draws import BatchDraws
+from zerobubble.integrations.lightning.logs import Parts
+from zerobubble.runtime.step.batch import join_outputs
+
+
+class MicrobatchLosses(partial):  # type: ignore[type-arg]
+    """`loss_fn(output, targets)` of the user, as a partial of it, so that a pipeline finds its parameters.
+
+    Attributes:
+        num_steps: The number of training steps.
+        weight: The weight of a microbatch for the pipeline, by its targets; None for the number of samples.
+    """
+
+    num_steps: int
+    weight: Callable[[Any], Any] | None
+
+    def __new__(cls, loss_fn: Callable[[Any, Any], Tensor], loss_weight: Callable[[Any], Any] | str | None) -> MicrobatchLosses:
+        losses = super().__new__(cls, loss_fn)
+        losses.num_steps = 0
+        losses._is_sum = loss_weight == "sum"
+        losses.weight = (lambda targets: 1) if isinstance(loss_weight, str) else loss_weight
+        losses._sizes, losses._keeps = [], False
+        return losses
+
+    _is_sum: bool
+    _sizes: Sequence[int]
+    _keeps: bool
+    _calls: list[tuple[Any, Any, float]]
+    _draws: BatchDraws
+
+    def begin(self, sizes: Sequence[int]) -> bool:
+        """Begins a training step with microbatches of these sizes, and returns whether it is compared."""
+        self.num_steps += 1
+        self._keeps = is_compared(self.num_steps) and len(sizes) > 1
+        self._sizes, self._calls, self._draws = sizes, [], BatchDraws(sizes)
+        return self._keeps
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        """Returns the loss of a microbatch."""
+        if not self._keeps:
+            loss = super().__call__(output, targets)
+        else:
+            with self._draws.of_microbatch(len(self._calls)):
+                loss = super().__call__(output, targets)
+            self._calls.append((pytree.tree_map_only(Tensor, torch.Tensor.detach, output), targets, float(loss.detach())))
+        return loss * len(self._sizes) if self._is_sum and torch.is_grad_enabled() else loss
+
+    @torch.no_grad()
+    def fault(self) -> dict[str, Any] | None:
+        """Returns what differs from one call for the whole batch, as a dict; None for no difference, and on ranks without losses."""
+        calls, self._keeps = self._calls, False
+        if not calls:
+            return None
+        outputs, targets, losses = zip(*calls, strict=True)
+        weights = self._sizes if self.weight is None else [float(self.weight(of_part)) for of_part in targets]
+        output = join_outputs(outputs)
+        with self._draws.joined():
+            whole = float(super().__call__(output, join_outputs(targets)))
+        parts = Parts([], self._sizes, weights, losses, self._is_sum)
+        fault = loss_fault(whole, parts, tolerance_of(output), draws=any(self._draws.parts.values()))
+        return None if fault is None else fault._asdict()
