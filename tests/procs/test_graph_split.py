@@ -336,6 +336,25 @@ def test_a_hook_set_between_steps_is_refused(hook: Callable[[nn.Linear], Any], s
     passed(stage, torch.ones(1, 3, requires_grad=True))
 
 
+def hooked_between_calls(group: Any) -> None:
+    """Hooks that the traced stages of one rank get between calls, and layers, which a graph does not call."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).double(), torch.ones(4, 3, dtype=torch.float64)
+    with zb.Pipeline(zb.split(model, example=x), "zb-h1", 4, nn.functional.mse_loss, group=group, split="graph") as pipe:
+        loss = pipe.step(x, x)
+        for add in (lambda: model[0].weight.register_hook(lambda gradient: 2 * gradient), lambda: model[1].register_forward_hook(print)):
+            handle = add()
+            for call in (pipe.step, pipe.profile_layers):
+                with raises(zb.InputError, "stage 0"):
+                    call(x, x)
+            handle.remove()
+        assert torch.equal(pipe.step(x, x), loss)
+
+
+def test_hooks_of_traced_stages_are_refused_on_all_ranks_before_the_step(world: Ranks) -> None:
+    world.run(hooked_between_calls, ranks=2)
+
+
 @pytest.mark.long
 def test_a_graph_of_autograd_in_a_cycle_of_garbage_is_no_hook() -> None:
     module = nn.Linear(3, 3)

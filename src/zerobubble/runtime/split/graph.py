@@ -35,6 +35,7 @@ class GraphSplitter(Splitter):
     """
 
     splits = True
+    is_traced = True
 
     def __init__(self, module: nn.Module, index: int, gradients: Gradients, *, compiled: bool = False, cuda_graphs: bool = False) -> None:
         super().__init__(module, index)
@@ -58,6 +59,12 @@ class GraphSplitter(Splitter):
         self._parameters = parameters
         self._meter = meter
         self.traces.begin()
+
+    def refuse_hooks(self) -> None:
+        try:
+            self.traces.refuse_hooks()
+        except InputError as error:
+            raise self._refusal(error) from error
 
     def forward(self, microbatch: int, inputs: Tensors) -> Callable[[], Any]:
         self._enter_slot(microbatch)

@@ -23,10 +23,12 @@ class Splitter:
 
     Attributes:
         splits: Whether W has any work. If it does, a pass BW runs B and then W.
+        is_traced: Whether the module runs as a graph, in which its parts are not called.
         completes_by_parameter: Whether the last W's of a step can run parameter by parameter, see `begin_tail`.
     """
 
     splits = False
+    is_traced = False
     completes_by_parameter = False
 
     def __init__(self, module: nn.Module, index: int, reason: str = "") -> None:
@@ -36,6 +38,9 @@ class Splitter:
 
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
         """Begins a step: inspects the module, which has these parameters. `meter` counts the bytes kept for W."""
+
+    def refuse_hooks(self) -> None:
+        """Raises `InputError` for hooks that the passes of the next step would not run."""
 
     def stepping(self) -> AbstractContextManager[object]:
         """Returns a context for a step, which prepares the module for its passes."""

@@ -97,9 +97,11 @@ class Stages:
                 alone.follow_model()
 
     def refuse_replaced(self) -> None:
-        """Raises `InputError` if parameters were replaced which other stages or ranks hold, too."""
+        """Raises `InputError` if parameters were replaced which other stages or ranks hold, too, or for hooks that a graph does not run."""
         for refuse in self.refusals:
             refuse()
+        for stage in self._traced.values():
+            stage.splitter.refuse_hooks()
 
     def go_to(self, kind: str) -> None:
         """Selects this process's current device of a `kind`, for stages without tensors in a pipeline whose other stages have some."""

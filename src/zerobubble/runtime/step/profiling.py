@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, replace
-from itertools import starmap
+from itertools import chain, starmap
 from statistics import median_low
 from typing import NamedTuple
 
@@ -177,7 +177,11 @@ def _alone(runner: StepRunner) -> dict[int, nn.Module]:
 def _refuse_own_stages(runner: StepRunner) -> None:
     """Raises `InputError` on every rank if any of them has a stage whose parts are unknown."""
     own = [stage for stage, module in _alone(runner).items() if not isinstance(module, HasModelParts)]
-    from_all = sorted(stage for of_rank in runner.gather(own, "comparing what is known of layers") for stage in of_rank)
+    traced = [index for index, stage in runner.choose(None).stages.items() if stage.splitter.is_traced]
+    from_all, all_traced = map(sorted, map(chain.from_iterable, zip(*runner.gather((own, traced), "comparing layers"), strict=True)))
+    if all_traced:
+        message = "stage {stage} runs as a graph, in which the layers have no times of their own"
+        raise InputError(message, stage=all_traced[0], remedy="profile the layers in a pipeline with split='deferred'")
     if from_all:
         message = "stage {stage} was not cut from a model by zb.split, so its layers are unknown"
         raise InputError(message, stage=from_all[0], remedy="give Pipeline zb.split(model), or profile stages, with pipe.profile")

@@ -64,6 +64,10 @@ class Traces:
         self._is_step_checked = False
         self._guard.begin()
 
+    def refuse_hooks(self) -> None:
+        """Raises `InputError` for hooks, while no stage has a forward in flight."""
+        refuse_hooks(self._module, hooked_parameters(self._module))
+
     def find(self, inputs: Tensors) -> Traced:
         """Returns the trace for the current state of the module and these inputs; creates it if it is new."""
         if not self._is_step_checked:
