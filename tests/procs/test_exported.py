@@ -69,6 +69,28 @@ def trained(group: Any, schedule: str) -> float:
     return max(found)
 
 
+def trains_the_model(group: Any) -> None:
+    """The parameters of the exported model are those that the pipeline trains."""
+    inputs, targets = batch(MICROBATCHES)
+    model, alone = made(), made()
+    with zb.Pipeline(zb.split(torch.export.export(model, (inputs[:2],))), "1f1b", MICROBATCHES, output_loss, group=group) as pipe:
+        for trained, loss in ((model, pipe.step), (alone, lambda x, y: output_loss(alone(x), y).backward())):
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss(inputs, targets)
+                optimizer.step()
+        with raises(zb.InputError, rank=group.rank()):
+            model(inputs)
+        with zb.gathered(model):
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                assert torch.allclose(ours, theirs, rtol=0, atol=1e-9)
+
+
+def test_a_pipeline_of_an_exported_program_trains_the_exported_model(world: Ranks) -> None:
+    world.run(trains_the_model, ranks=2)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_an_exported_program_trains_with_the_numbers_and_names_of_its_model(world: Ranks, schedule: str) -> None:

@@ -22,7 +22,7 @@ EXPORTED = Wanted("a program of torch.export", lambda given: isinstance(given, E
 
 
 def module_of(program: Any) -> nn.Module:
-    """Returns the model of `program`, with its original parameter names and call signature.
+    """Returns the model of `program`, with its original parameters, their names, and its call signature.
 
     Raises `InputError` for a program that changes buffers: export moves such changes out of their modules.
     """
@@ -36,6 +36,9 @@ def module_of(program: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*isinstance\\(treespec", FutureWarning)  # torch 2.13 triggers its own deprecation
         parts = unflatten(program)
+    for name, _ in list(parts.named_parameters(remove_duplicate=False)):  # copies of the exported model's
+        path, _, own = name.rpartition(".")
+        parts.get_submodule(path)._parameters[own] = program.state_dict[name]
     graph = torch.fx.GraphModule(parts, parts.graph, "Exported")
     taken, given = program.call_spec.in_spec, program.call_spec.out_spec
     assert taken is not None
