@@ -154,7 +154,7 @@ def test_what_later_forwards_overwrite_is_refused_where_it_is_read(name: str, re
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_one_step_with_several_microbatches_in_flight_is_compared(recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ever_fewer_steps_with_several_microbatches_in_flight_are_compared(recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = []
     monkeypatch.setattr("zerobubble.runtime.stage.unsaved_reads._sample_of", sampled.append)
     stage = make_stage("deferred", Way(moving_an_average), 1)
@@ -174,5 +174,21 @@ def test_one_step_with_several_microbatches_in_flight_is_compared(recomputes: bo
                 stage.weight(microbatch)
         return len(sampled) - before
 
-    alone, together, later = step("F0B0F1B1"), step("F0F1B0B1"), step("F0F1B0B1")
-    assert (alone > 0, together > 0, later) == ((True, False, 0) if recomputes else (False, True, 0))
+    is_compared = [step(order) > 0 for order in ("F0B0F1B1", *["F0F1B0B1"] * 8)]
+    powers_of_two = [True, True, False, True, False, False, False, True]
+    assert is_compared == ([*powers_of_two, False] if recomputes else [False, *powers_of_two])
+
+
+def test_a_parameter_that_R_changes_from_a_later_step_on_is_found() -> None:
+    def way(m: Any, x: Tensor) -> Tensor:
+        return moving_the_codebook(m, x) if number > 2 else m.linear(x) + m.codebook
+
+    number, stage = 0, make_stage("deferred", Way(way), 1)
+    with raises(zb.InputError, "stage 1", "codebook"):
+        for number in range(5):
+            stage.begin(None)
+            (y,) = stage.checkpointed_forward(0, (inputs(number)[0],))
+            stage.recompute(0)
+            stage.backward(0, (torch.ones_like(y),))
+            stage.weight(0)
+    assert number == 3

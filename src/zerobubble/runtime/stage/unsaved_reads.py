@@ -28,21 +28,28 @@ _READ_NOTHING = ("AddBackward0", "SubBackward0")
 class UnsavedReads:
     """Compares what the backward passes of microbatches in flight read before and after stage `index` runs another forward.
 
-    It walks the autograd graphs, and copies up to 4096 elements of each parameter in them and of each tensor in a `ctx`. It does so in the
-    first step in which several microbatches are in flight, and in the first step with R; `profile` runs one microbatch at a time.
+    It walks the autograd graphs, and copies up to 4096 elements of each parameter in them and of each tensor in a `ctx`. It does so in
+    steps 1, 2, 4, 8 and so on of those in which several microbatches are in flight, and of those with R. `profile` runs one at a time.
     """
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self._module = module
         self._index = index
         self._names: dict[int, str] = {}
-        self._done: set[str] = set()
-        self._done_after_step: set[str] = set()
+        self._num_steps = {"forward": 0, "R": 0}
+        self._in_step: set[str] = set()
 
     def begin(self) -> None:
         """Begins a step."""
-        self._done |= self._done_after_step
-        self._names = {} if "forward" in self._done else {id(parameter): name for name, parameter in self._module.named_parameters()}
+        for kind in self._in_step:
+            self._num_steps[kind] += 1
+        self._in_step.clear()
+        self._names = {id(parameter): name for name, parameter in self._module.named_parameters()} if self._is_due("forward") else {}
+
+    def _is_due(self, kind: str) -> bool:
+        """Returns whether the number of the next step of this kind is a power of two."""
+        num_steps = self._num_steps[kind]
+        return num_steps & (num_steps + 1) == 0
 
     @contextmanager
     def forward(self, nodes_in_flight: Callable[[], Sequence[Any]]) -> Iterator[None]:
@@ -50,11 +57,13 @@ class UnsavedReads:
 
         Raises `InputError` if the forward overwrites what such a backward reads.
         """
-        nodes = () if "forward" in self._done else nodes_in_flight()
+        is_due = self._is_due("forward")
+        nodes = nodes_in_flight() if is_due else ()
+        if nodes or not is_due:
+            self._in_step.add("forward")
         if not nodes:
             yield
             return
-        self._done_after_step.add("forward")
         distinct = {id(tensor): (what, tensor) for what, tensor in self._reached(nodes)}
         before = [_Read(what, tensor) for what, tensor in distinct.values()]
         yield
@@ -74,10 +83,10 @@ class UnsavedReads:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Context of an R. Raises `InputError` if it changes a parameter, as the forward has before: one device changes it once."""
-        if "R" in self._done:
+        self._in_step.add("R")
+        if not self._is_due("R"):
             yield
             return
-        self._done_after_step.add("R")
         before = [_Read(f"parameter {name}", parameter) for name, parameter in self._module.named_parameters()]
         yield
         for read in before:
