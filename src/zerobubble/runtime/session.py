@@ -198,30 +198,40 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     is_given = survivors is None and setup.whole is None
     _compare_models(ranks, layout, setup, RankStages.of(setup.stages, options.build_or_modules) if is_given else None)
     _refuse_empty_levels(ranks, setup)
-    device, used = setup.stages.device, every_channel(setup.compiled)
-    channels = [in_transport_ranks(channel, pipeline) for pipeline in layout.pipelines for channel in used]
-    with guard.opening("while connecting the ranks"):
-        ranks.timeout.run(lambda: transport.open(device, channels), "connecting the ranks")
-        if options.captures_steps and not transport.capabilities.can_be_captured:
+    _open_channels(ranks, layout, setup, captures_steps=options.captures_steps)
+    shared = SharedGradients(setup.schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
+    sharded = _sharded(ranks, layout, setup)
+    replicas = _replicas(transport, layout, setup, sharded, peers.rank, options.bucket_bytes) if layout.data else None
+    # Copies within a pipeline first, so that all copies of the first replica agree on the values that other replicas receive.
+    _make_equal(ranks, partial(shared.broadcast_initial_values, are_equal=survivors is not None), "making the copies of stages equal")
+    if replicas is not None:
+        _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
+    setup.stages.refusals += [sums.refuse_other_parameters for sums in (shared, replicas) if sums is not None]
+    copies = watched_copies(setup.stages.modules, shared, replicas)
+    return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, copies, seed, options)
+
+
+def _open_channels(ranks: SetupRanks, layout: Layout, setup: Setup, *, captures_steps: bool) -> None:
+    """Opens the channels of the first schedule in every pipeline."""
+    transport, channels = ranks.transport, every_channel(setup.compiled)
+    of_all = [in_transport_ranks(channel, pipeline) for pipeline in layout.pipelines for channel in channels]
+    with ranks.guard.opening("while connecting the ranks"):
+        ranks.timeout.run(lambda: transport.open(setup.stages.device, of_all), "connecting the ranks")
+        if captures_steps and not transport.capabilities.can_be_captured:
             raise InputError(
                 "cuda_graphs='step' cannot capture messages of transport {transport!r}, for which the host waits",
                 transport=transport.carrier.name,
                 remedy="leave it out, or give each rank a GPU of its own and leave transport out",
             )
-    shared = SharedGradients(setup.schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
-    sharded = _sharded(ranks, layout, setup)
-    replicas = None
-    if layout.data:
-        # A planner may change the schedule of one replica before another's; without an order, sums go from the last stage to the first.
-        order = [] if setup.planner is not None else [one.stage for one in stage_sums(setup.compiled.graph)[peers.rank]]
-        replicas = Replicas(transport, layout, setup.stages.modules, sharded, setup.gradients, order, options.bucket_bytes)
-    # Copies within a pipeline first, so that all copies of the first replica agree on the values that other replicas receive.
-    _make_equal(ranks, partial(shared.broadcast_initial_values, are_equal=survivors is not None), "making the copies of stages equal")
-    if replicas is not None:
-        _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
-    setup.stages.refusals += [each.refuse_other_parameters for each in (shared, replicas) if each is not None]
-    copies = watched_copies(setup.stages.modules, shared, replicas)
-    return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, copies, seed, options)
+
+
+def _replicas(transport: Transport, layout: Layout, setup: Setup, sharded: ShardedTensors, rank: int, bucket_bytes: int | None) -> Replicas:
+    """Returns the sums over replicas, in the order in which stages end in the schedule of `rank`.
+
+    A planner may change the schedule of one replica before another's: without an order, sums go from the last stage to the first.
+    """
+    order = [] if setup.planner is not None else [gradients.stage for gradients in stage_sums(setup.compiled.graph)[rank]]
+    return Replicas(transport, layout, setup.stages.modules, sharded, setup.gradients, order, bucket_bytes)
 
 
 def _place_stages_without_tensors(ranks: SetupRanks, setup: Setup, all_terms: Sequence[Terms]) -> None:

@@ -155,21 +155,68 @@ class _Current(Current):
             forward.draws.enter_unit()
 
 
-class _Boundaries:
-    """The boundaries of stage `stage` of a cut, for each kind of arguments of the model."""
+class _StageCode:
+    """The code of a model of class `kind`, as stage `stage` of a cut runs it, with the boundaries for each kind of arguments."""
 
     _REMEMBERED = 64
 
-    def __init__(self, observed: ObservedModel, cut: ModelCut, stage: int) -> None:
+    def __init__(self, observed: ObservedModel, cut: ModelCut, stage: int, kind: type[nn.Module], current: _Current) -> None:
         self._observed = observed
         self._cut = cut
-        self.stage = stage
-        self.is_last = stage == cut.num_stages - 1
+        self._stage = stage
+        self._is_last = stage == cut.num_stages - 1
+        self._kind = kind
+        self._current = current
         self._of_flows: OrderedDict[int, Crossings] = OrderedDict()
         self._has_hooks: frozenset[str] = frozenset()
         self._called_as_modules: set[str] = set()
 
-    def crossings(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
+    def run(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs `forward`, the model's own, until the last unit of the stage has returned; see `stage_model` for the values."""
+        original, crossed, seed = self._arguments(model, args, kwargs)
+        crossing = self._crossings(model, *original)
+        if self._stage == 0 and crossing.shares_draws:
+            seed = drawn_seed()
+        # the next stage gets the unchanged inputs
+        args, kwargs = pytree.tree_map(_copied, original) if crossing.flow.changes_inputs else original
+        last_call = None if self._is_last else crossing.last_calls[self._stage]
+        device = device_of(args, kwargs)
+        draws = None if seed is None else SharedDraws(seed, device)
+        received = dict(zip(crossing.arriving[self._stage], crossed, strict=True))
+        progress = self._current.forward = StageForward(crossing.flow, received, last_call, draws)
+        try:
+            output = forward(*args, **kwargs) if self._is_last or last_call is not None else None
+            if self._is_last:
+                return output
+        except _StageIsDoneError:
+            pass
+        finally:
+            del self._current.forward
+            if draws is not None:
+                draws.close()
+        crossed = [list(map(_arrived, progress.leaves_of(call))) for call in crossing.leaving[self._stage]]
+        return {_ARGS: original[0], _KWARGS: original[1], _CROSSED: crossed, _SEED: None if seed is None else seed.to(device)}
+
+    def prepare_tracing(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Determines the boundaries for these arguments, which needs real values, before tracing replaces them by fake tensors."""
+        original, *_ = self._arguments(model, args, kwargs)
+        if self._crossings(model, *original).shares_draws:
+            raise InputError(
+                "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, "
+                "but a traced stage cannot share random numbers",
+                remedy="train without dropout there, or use split='deferred' for the stage",
+            )
+
+    def _arguments(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Leaves], Tensor | None]:
+        """Returns the model's arguments, the values that crossed the boundary before this stage, and the seed."""
+        if self._stage > 0:
+            return _unpacked(self._stage, kwargs)
+        refuse_sums(model, kwargs)
+        return (args, without_cache(model, kwargs, self._kind)), [], None
+
+    def _crossings(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
         """Returns what crosses the boundaries in a forward with these arguments of the model."""
         with making_tensors():
             flow = self._observed.flow(args, kwargs, training=model.training)
@@ -185,7 +232,7 @@ class _Boundaries:
     def _have_modules_called(self, model: nn.Module) -> None:
         """Redirects direct calls of a unit's `forward` in the model's code to the module."""
         for name, home in self._cut.stage_of.items():
-            if home == self.stage and self._observed.shape_only_by_name[name].forward_is_called and name not in self._called_as_modules:
+            if home == self._stage and self._observed.shape_only_by_name[name].forward_is_called and name not in self._called_as_modules:
                 self._called_as_modules.add(name)
                 _call_as_module(model.get_submodule(name))
 
@@ -212,53 +259,13 @@ def stage_model(
             of_traced.add(name, module, _InTrace(name, module, traced, model), contents=True)
     made = assemble(model, units, _unit_maker(observed, cut, stage, current, follower), _parameter_maker(cut, stage), follower)
     show_all_parameters(made, model, units.around, current)
-    boundaries = _Boundaries(observed, cut, stage)
+    code = _StageCode(observed, cut, stage, type(model), current)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        crossed: list[Leaves] = []
-        seed: Tensor | None = None
-        if stage > 0:
-            args, kwargs, crossed, seed = _unpacked(stage, kwargs)
-        else:
-            refuse_sums(self, kwargs)
-            kwargs = without_cache(self, kwargs, type(model))
-        crossing = boundaries.crossings(self, args, kwargs)
-        if stage == 0 and crossing.shares_draws:
-            seed = drawn_seed()
-        original = (args, kwargs)
-        if crossing.flow.changes_inputs:  # the next stage gets the unchanged inputs
-            args, kwargs = pytree.tree_map(_copied, original)
-        received = dict(zip(crossing.arriving[stage], crossed, strict=True))
-        last_call = None if boundaries.is_last else crossing.last_calls[stage]
-        device = device_of(args, kwargs)
-        draws = None if seed is None else SharedDraws(seed, device)
-        progress = current.forward = StageForward(crossing.flow, received, last_call, draws)
-        try:
-            if boundaries.is_last:
-                return super(own_class(self), self).forward(*args, **kwargs)
-            if last_call is not None:
-                super(own_class(self), self).forward(*args, **kwargs)
-        except _StageIsDoneError:
-            pass
-        finally:
-            del current.forward
-            if draws is not None:
-                draws.close()
-        crossed = [list(map(_arrived, progress.leaves_of(call))) for call in crossing.leaving[stage]]
-        return {_ARGS: original[0], _KWARGS: original[1], _CROSSED: crossed, _SEED: None if seed is None else seed.to(device)}
+        return code.run(self, super(own_class(self), self).forward, args, kwargs)
 
     def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Determines the boundaries for these arguments, which needs real values, before tracing replaces them by fake tensors."""
-        if stage > 0:
-            args, kwargs, *_ = _unpacked(stage, kwargs)
-        else:
-            kwargs = without_cache(self, kwargs, type(model))
-        if boundaries.crossings(self, args, kwargs).shares_draws:
-            raise InputError(
-                "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, "
-                "but a traced stage cannot share random numbers",
-                remedy="train without dropout there, or use split='deferred' for the stage",
-            )
+        code.prepare_tracing(self, args, kwargs)
 
     def follow_model(self: nn.Module) -> None:
         """Makes the changes of the model since the last call in this stage; see `Follower.follow`."""
@@ -420,8 +427,8 @@ def _parameter_maker(cut: ModelCut, stage: int) -> Callable[[str, nn.Parameter],
     return make
 
 
-def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Leaves], Tensor | None]:
-    """Returns the model's arguments, the values that crossed the boundary before `stage`, and the seed.
+def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Leaves], Tensor | None]:
+    """Returns what `_StageCode._arguments` does, for a later stage.
 
     Every stage runs the model's code with the arguments of the first stage. Arguments of the same names passed to later ranks are ignored.
     Raises `InputError` for arguments that the first stage did not get.
@@ -436,7 +443,7 @@ def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[
             stage=stage,
             remedy="give them on the rank of the first stage too, by the same names",
         )
-    return tuple(args), kwargs, crossed, seed
+    return (tuple(args), kwargs), crossed, seed
 
 
 class RemoteUnit(StandIn):

@@ -38,22 +38,19 @@ def refuse_uncut_models(pipelines: Iterable[Sequence[int]], gathered: Mapping[in
     """Compares the ranks of each pipeline by their `gathered` stages, None for stages that `zb.split` made."""
     for pipeline in pipelines:
         ranks = [RankStages(*gathered[rank]) for rank in pipeline if gathered[rank] is not None]
-        if len(ranks) == len(pipeline):
-            _refuse_uncut_model(ranks, warns=warns)
+        digests = {of_stage for rank in ranks for of_stage in rank.digests}
+        if len(ranks) == len(pipeline) and "" not in digests:
+            _refuse_uncut_model(ranks, len({stage for rank in ranks for stage in rank.stages}), len(digests), warns=warns)
 
 
-def _refuse_uncut_model(ranks: Sequence[RankStages], *, warns: bool) -> None:
+def _refuse_uncut_model(ranks: Sequence[RankStages], num_stages: int, num_digests: int, *, warns: bool) -> None:
     """Raises `InputError` if all ranks of a pipeline pass one module, or one list of different modules, for different stages.
 
     Several stages that a function builds, or a list has, may start equal: they share weights, or were seeded alike. So with `warns`,
     this is only warned of.
     """
-    num_stages = len({stage for rank in ranks for stage in rank.stages})
-    digests = {of_stage for rank in ranks for of_stage in rank.digests}
-    if num_stages < 2 or "" in digests:
-        return
     is_one_list = len({rank.digests for rank in ranks}) == 1 < len({rank.stages for rank in ranks})
-    differ = len(ranks[0].digests) == 1 or len(digests) > 1
+    differ = len(ranks[0].digests) == 1 or num_digests > 1
     if is_one_list and differ and all(rank.are_modules for rank in ranks):
         raise InputError(
             "every rank passes {modules} with the same parameters, and the pipeline has {num_stages} different stages",
@@ -62,7 +59,7 @@ def _refuse_uncut_model(ranks: Sequence[RankStages], *, warns: bool) -> None:
             num_stages=num_stages,
             remedy="to cut one model into stages, pass zb.split(model); for stages that start equal, pass build(stage_index, num_stages)",
         )
-    if warns and len(digests) == 1:
+    if warns and num_digests == 1 < num_stages:
         warn_user(
             f"all {num_stages} stages have the same layers and values, and microbatches pass through all of them in turn: to cut one model "
             "into stages, pass zb.split(model); for stages with values of their own, let build(stage_index, num_stages) not seed all alike"
