@@ -239,7 +239,7 @@ def test_buffers_that_are_replaced_have_changed(replaced: bool) -> None:
     from zerobubble.runtime.stage.forward_state import _Buffers
 
     module = Normed()
-    buffers = _Buffers(module)
+    buffers = _Buffers([module.norm])
     assert not buffers.have_changed
     mean = module.norm.running_mean
     assert mean is not None

@@ -225,7 +225,7 @@ def _open_channels(ranks: SetupRanks, layout: Layout, setup: Setup, *, captures_
             )
 
 
-def _replicas(transport: Transport, layout: Layout, setup: Setup, sharded: ShardedTensors, rank: int, bucket_bytes: int | None) -> Replicas:
+def _replicas(transport: Transport, layout: Layout, setup: Setup, sharded: ShardedTensors, rank: int, bucket_bytes: int) -> Replicas:
     """Returns the sums over replicas, in the order in which stages end in the schedule of `rank`.
 
     A planner may change the schedule of one replica before another's: without an order, sums go from the last stage to the first.

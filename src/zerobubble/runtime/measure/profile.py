@@ -91,31 +91,49 @@ def preserve_state(modules: Collection[nn.Module], loss_fn: object, device: torc
     """
     faults: list[str] = []
     parts = [part for module in modules for part in module.modules()]
+    parameters = {parameter for part in parts for parameter in part.parameters(recurse=False)}
     python = PythonState(*modules, loss_fn).snapshot()
-    gradients = {parameter: (parameter.grad, sums.get(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
-    buffers = [(part, buffers_of(part)) for part in parts]
-    contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
-    plain = [parameter for parameter in gradients if has_plain_type(local_part(parameter.detach()))]
-    values = {parameter: local_part(parameter.detach()).to("cpu", copy=True) for parameter in plain}
-    with generators_restored([device] if interface(device).has_generator else []):
+    generators = generators_restored([device] if interface(device).has_generator else [])
+    with generators, _gradients_restored(parameters, sums), _values_restored(parts, parameters):
         try:
-            for parameter in gradients:
-                parameter.grad = None
-                sums.put(parameter, None)
             yield faults
         finally:
-            for parameter, (gradient, total) in gradients.items():
-                parameter.grad = gradient
-                sums.put(parameter, total)
-            with torch.no_grad(), changing_weights():
-                for parameter, value in values.items():
-                    if not torch.equal(local_part(parameter.detach()).cpu(), value):
-                        local_part(parameter).copy_(value)
-                for part, named in buffers:
-                    put_buffers(part, named)
-                for buffer, content in contents.items():
-                    buffer.copy_(content)
-                faults += map(str, put_back(python))
+            faults += map(str, put_back(python))
+
+
+@contextmanager
+def _gradients_restored(parameters: Collection[nn.Parameter], sums: Gradients) -> Iterator[None]:
+    """A context that begins without gradients, and restores them at its end."""
+    before = {parameter: (parameter.grad, sums.get(parameter)) for parameter in parameters}
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+            sums.put(parameter, None)
+        yield
+    finally:
+        for parameter, (gradient, total) in before.items():
+            parameter.grad = gradient
+            sums.put(parameter, total)
+
+
+@contextmanager
+def _values_restored(parts: Sequence[nn.Module], parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """A context that restores the values of `parameters` and of the buffers of `parts` at its end."""
+    buffers = [(part, buffers_of(part)) for part in parts]
+    contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
+    plain = [parameter for parameter in parameters if has_plain_type(local_part(parameter.detach()))]
+    values = {parameter: local_part(parameter.detach()).to("cpu", copy=True) for parameter in plain}
+    try:
+        yield
+    finally:
+        with torch.no_grad(), changing_weights():
+            for parameter, value in values.items():
+                if not torch.equal(local_part(parameter.detach()).cpu(), value):
+                    local_part(parameter).copy_(value)
+            for part, named in buffers:
+                put_buffers(part, named)
+            for buffer, content in contents.items():
+                buffer.copy_(content)
 
 
 @contextmanager

@@ -23,11 +23,12 @@ class BufferOrder:
     For 300 parameters this takes about 20 us per pass.
     """
 
-    def __init__(self, module: nn.Module, index: int, parameters: Sequence[tuple[str, nn.Parameter]] = ()) -> None:
+    def __init__(self, module: nn.Module, index: int, parameters: Sequence[nn.Parameter] = ()) -> None:
         self._index = index
         self._parts = [(path, part) for path, part in module.named_modules() if buffers_of(part)]
-        self._names = [name for name, _ in parameters]
-        self._parameters = [parameter for _, parameter in parameters]
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names = [names[parameter] for parameter in parameters]
+        self._parameters = parameters
         self._last = self._now()
         self._versions = self._versions_now()
         self._num_forwards = 0

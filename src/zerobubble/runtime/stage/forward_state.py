@@ -6,7 +6,7 @@ grad. The second run starts from the same inputs, random state, buffers and Pyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,8 +29,10 @@ class ForwardState:
 
     def __init__(self, module: nn.Module, python: PythonState) -> None:
         self._random = RandomState.now(_device_of(module))
-        self._versions = [(name, parameter, parameter._version) for name, parameter in changing_parameters(module)]
-        self._buffers: _Buffers | None = _Buffers(module)
+        self._module = module
+        parts = list(module.modules())
+        self._versions = [(parameter, parameter._version) for parameter in changing_parameters(parts)]
+        self._buffers: _Buffers | None = _Buffers(parts)
         self._python = python
         self._before: Snapshot | None = python.snapshot()
 
@@ -39,8 +41,9 @@ class ForwardState:
 
         Raises `InputError` if it has changed a parameter: the second run would change it once more. `where` names the module.
         """
-        for name, parameter, version in self._versions:
+        for parameter, version in self._versions:
             if parameter._version != version:
+                name = next(name for name, other in self._module.named_parameters() if other is parameter)
                 message = "{where} changes its parameter {name!r} in its forward, which recomputing it would do twice: {remedy}"
                 raise InputError(message, where=where, name=name, remedy=remedy)
         self._versions = []
@@ -66,14 +69,13 @@ class ForwardState:
 
 
 class _Buffers:
-    """The buffers of a module before a run, and copies of them.
+    """The buffers of the modules `parts` before a run, and copies of them.
 
     A forward may change a buffer in place or assign another tensor to its name.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        held = [(part, buffers_of(part)) for part in module.modules()]
-        self._found = [(part, buffers) for part, buffers in held if buffers]
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._found = [(part, buffers) for part in parts if (buffers := buffers_of(part))]
         tensors = [buffer for _, buffers in self._found for buffer in buffers.values() if buffer is not None]
         self._versions = {buffer: buffer._version for buffer in tensors}
         self._copies = {buffer: buffer.detach().clone() for buffer in self._versions}

@@ -111,7 +111,9 @@ class Stage:
         self.parameters = tuple(self.module.parameters())
         self._collected = self.parameters
         self.splitter.begin(self.parameters, meter)
-        self._buffers = BufferOrder(self.module, self.index, changing_parameters(self.module) if self.shards is None else ())
+        self._buffers = BufferOrder(
+            self.module, self.index, changing_parameters(list(self.module.modules())) if self.shards is None else ()
+        )
         self._unsaved_reads.begin()
         self._has_gathered = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -58,10 +58,11 @@ def changing_weights() -> Iterator[None]:
         parametrize._cache.clear()
 
 
-def changing_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns the named parameters of which one forward more may change the values.
+def changing_parameters(parts: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters of the modules `parts` of which one forward more may change the values.
 
     They are all that have a version, except those of embeddings with `max_norm`, which write the same values however often they run.
     """
-    bounded = {part.weight for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None}
-    return [entry for entry in module.named_parameters() if entry[1] not in bounded and not entry[1].is_inference()]
+    bounded = {part.weight for part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None}
+    held = dict.fromkeys(parameter for part in parts for parameter in part._parameters.values() if parameter is not None)
+    return [parameter for parameter in held if parameter not in bounded and not parameter.is_inference()]
