@@ -116,7 +116,7 @@ def modules_inside(value: Any, depth: int = _DEPTH) -> list[Any]:
     """Returns the modules in lists and dicts."""
     if isinstance(value, (list, tuple, dict)) and depth:
         inner = value.values() if isinstance(value, dict) else value
-        return [found for each in inner for found in ([each] if isinstance(each, nn.Module) else modules_inside(each, depth - 1))]
+        return [module for entry in inner for module in ([entry] if isinstance(entry, nn.Module) else modules_inside(entry, depth - 1))]
     return []
 
 
@@ -131,7 +131,7 @@ def contents_of(value: Any, depth: int = _DEPTH) -> list[Any]:
         inside = [*value]
     else:
         inside = [*getattr(value, "__dict__", {}).values()]
-    return [found for each in inside for found in (Identity(each), *contents_of(each, depth - 1))]
+    return [identity for content in inside for identity in (Identity(content), *contents_of(content, depth - 1))]
 
 
 class Copy(Protocol):

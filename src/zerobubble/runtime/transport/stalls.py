@@ -37,7 +37,7 @@ class StallMonitor:
         """Ends the current wait, if any, and notes its stall."""
         now, due, self._due = time.monotonic(), self._due, None
         if due is not None and now - due > _SHORTEST_S:
-            self._past = (*(each for each in self._past if each[1] > now - due), (now, now - due))
+            self._past = (*(stall for stall in self._past if stall[1] > now - due), (now, now - due))
 
     def keep(self, seconds: float) -> None:
         """Counts the stalls of the last `seconds` and all later ones until `forget`, however long ago they ended.

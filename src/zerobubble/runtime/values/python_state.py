@@ -296,13 +296,16 @@ class _Finder:
         if vars(function):
             self.places.append(Attributes(path, vars(function)))
         self.visit_all((path, value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
-        names, namespaces = names_in(function.__code__), [function.__globals__]
+        self._visit_namespaces([function.__globals__], names_in(function.__code__))
+
+    def _visit_namespaces(self, namespaces: list[dict[str, Any]], names: Sequence[str]) -> None:
+        """Adds the places of variables `names` in global namespaces, and in those of the Python modules that they name."""
         for namespace in namespaces:
             named = [(name, namespace[name]) for name in names if name in namespace]
             self._visit_variables(namespace, [(name, value) for name, value in named if not is_a(value, (*_CODE, ModuleType))])
             self.visit_all((name, value) for name, value in named if is_a(value, (FunctionType, type)))
-            imported = [vars(value) for _, value in named if is_a(value, ModuleType) and not is_constant_code(value.__name__)]
-            namespaces += [one for one in imported if not any(one is other for other in namespaces)]
+            modules = [value for _, value in named if is_a(value, ModuleType) and not is_constant_code(value.__name__)]
+            namespaces += [vars(module) for module in modules if not any(vars(module) is other for other in namespaces)]
 
     def _visit_variables(self, namespace: dict[str, Any], named: Iterable[tuple[str, Any]]) -> None:
         """Adds the place of global variables that no place has yet."""
