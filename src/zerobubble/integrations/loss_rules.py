@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 MOST_SAMPLES = 4
 """The number of samples that a probe compares, without those with the largest and smallest labels."""
@@ -102,26 +101,40 @@ def with_other_labels(batch: Mapping[str, Any], names: Sequence[str], num_classe
     return changed if names else None
 
 
-def with_varied_scales(output: Any, samples: Sequence[int]) -> Any:
-    """Returns the output of a model with the numbers of each sample scaled differently: a fresh model gives all samples like losses."""
+class Comparison(NamedTuple):
+    """The numbers of samples alone and of all of them together.
 
-    def scaled(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or not tensor.ndim or tensor.shape[0] != len(samples):
-            return tensor
-        rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
-        sizes = rows.abs().amax(1).clamp(min=1e-6)
-        factors = torch.tensor([2.0 * (1 + sample) for sample in samples]).to(tensor) / sizes
-        return tensor * factors.view(-1, *[1] * (tensor.ndim - 1))
+    Attributes:
+        group: The number of the samples' group in a probe.
+        numbers: By name, the numbers of each sample alone, and then of all.
+        tolerance: The relative difference that rounding explains.
+        sums: Whether it holds for sums only, or for means only; None for both.
+    """
 
-    return pytree.tree_map_only(Tensor, scaled, output)
+    group: int
+    numbers: Sequence[Mapping[str, float]]
+    tolerance: float
+    sums: bool | None = None
+
+    def of(self, name: str) -> tuple[list[float], float]:
+        """Returns the numbers of each sample alone, and of all of them."""
+        *alone, whole = (numbers.get(name, 0.0) for numbers in self.numbers)
+        return alone, whole
+
+    def fits(self, rule: Rule, name: str, samples: Sequence[Mapping[str, Any]]) -> bool:
+        """Returns whether a rule makes the number of all `samples` of the others. One without weight does not count, even if it is NaN."""
+        if self.sums not in (None, rule.divisor is None):
+            return True
+        alone, whole = self.of(name)
+        terms = [share * number for share, number in zip(rule.shares(samples), alone, strict=True) if share]
+        return are_near(sum(terms), whole, self.tolerance, terms)
 
 
-def fits(rule: Rule, parts: Sequence[Mapping[str, Any]], numbers: Sequence[float], whole: float, tolerance: float) -> bool:
-    """Returns whether a rule makes `whole` of the numbers of the parts. A part without weight does not count, even if its number is NaN."""
-    shares = rule.shares(parts)
-    terms = [share * number for share, number in zip(shares, numbers, strict=True) if share]
-    size = max([abs(whole), *map(abs, terms)])
-    return abs(sum(terms) - whole) <= tolerance * size or (whole != whole and any(term != term for term in terms))
+def are_near(value: float, whole: float, tolerance: float, sizes: Sequence[float]) -> bool:
+    """Returns whether the difference of two numbers is rounding of terms of these sizes. NaN equals NaN."""
+    if value != value or whole != whole:
+        return value != value and whole != whole
+    return abs(value - whole) <= tolerance * max(abs(whole), *map(abs, sizes), 0.0)
 
 
 def differ(rules: Sequence[Rule], parts: Sequence[Mapping[str, Any]]) -> bool:

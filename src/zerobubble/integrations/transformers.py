@@ -260,7 +260,7 @@ class PipelineMixin(_Trainer):
 
     def _fewer_microbatches(self, batch: Batch) -> int | None:
         """Returns the number of microbatches of a batch with fewer samples than microbatches: one per sample. None for other batches."""
-        count = len(batch.microbatches)
+        count = len(batch.parts)
         return count if count < self._num_microbatches else None
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,196 @@
+"""Calls `compute_loss` of a trainer for one microbatch: up to the call of the model, and with the output that the pipeline has computed.
+
+Both calls draw the same random numbers. Logs go to a list, changes of numbers among the trainer's attributes are counted and undone, and
+collectives are among replicas, or refused.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import convert_to_fp32
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.integrations.lone_calls import collectives_refused, numbers_of
+from zerobubble.integrations.whole_model import CalledError, equal_arguments, raise_called, replaced
+from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_generators, states_restored
+
+LOGGED, ATTRIBUTE = "logged ", "self."
+
+
+class Called(NamedTuple):
+    """What a call of `compute_loss` gave.
+
+    Attributes:
+        loss: The loss.
+        outputs: The outputs, in an evaluation.
+        rows: What it logged.
+        numbers: The changes of attributes and the logged values by name.
+    """
+
+    loss: Tensor
+    outputs: Any
+    rows: list[dict[str, Any]]
+    numbers: dict[str, float]
+
+
+@dataclass
+class Microbatches:
+    """The microbatches for which `compute_loss` is called.
+
+    Attributes:
+        parts: The microbatches.
+        trains: Whether it is a training step.
+        items: What `compute_loss` gets as `num_items_in_batch`.
+        returns_outputs: Whether `compute_loss` is asked for outputs, too.
+        arguments: The arguments with which it calls the model, for each microbatch.
+        states: The random states before each call, if it draws random numbers.
+        seed: What the random numbers after the call of the model follow from, if it draws any.
+        is_compared: Whether the arguments of the second call must equal those of the first.
+    """
+
+    parts: list[Any]
+    trains: bool
+    items: Any
+    returns_outputs: bool = False
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+    states: list[RandomStates] = field(default_factory=list)
+    seed: int | None = None
+    is_compared: bool = False
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """The numbers of the microbatches, by which the pipeline's loss function finds them."""
+        return [torch.tensor(index, device="cpu") for index in range(len(self.parts))]
+
+
+class LossCalls:
+    """Calls of `compute_loss` of a `trainer`, a `PipelineMixin`. `covered` has the attributes that its class merges itself."""
+
+    def __init__(self, trainer: Any, covered: tuple[str, ...]) -> None:
+        self._trainer = trainer
+        self.covered = covered
+
+    @property
+    def name(self) -> str:
+        """The name of the function, for errors."""
+        return f"{type(self._trainer).__name__}.compute_loss"
+
+    def capture(self, batch: Microbatches, index: int, *, keeps: bool) -> None:
+        """Adds the arguments with which `compute_loss` calls the model for a microbatch, and `keeps` the random states before."""
+        trainer = self._trainer
+        if keeps:
+            batch.states.append(RandomStates.now(trainer.args.device))
+        numbers = numbers_of(trainer)
+        try:
+            with self._alone(batch, []), replaced(trainer.model, forward=raise_called(trainer.model)):
+                self._returned(batch, index)
+        except CalledError as error:
+            batch.arguments.append(self._named(error.call_args, error.call_kwargs))
+            return
+        finally:
+            vars(trainer).update(numbers)
+        raise InputError("{name} does not call the model", name=self.name, remedy="call model(**inputs) in it, once")
+
+    def call(self, batch: Microbatches, index: int, output: Any) -> Called:
+        """Calls `compute_loss` for a microbatch, with the `output` of the model."""
+        trainer, device = self._trainer, self._trainer.args.device
+        rows: list[dict[str, Any]] = []
+        before = numbers_of(trainer)
+        with ExitStack() as stack:
+            if trainer.accelerator.mixed_precision != "no":  # Trainer runs only the model in lower precision
+                output = convert_to_fp32(output)
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            if batch.states:
+                stack.enter_context(states_restored(batch.states[index], device))
+            stack.enter_context(self._alone(batch, rows))
+            stack.enter_context(replaced(trainer.model, forward=self._answering(batch, index, output)))
+            returned = self._returned(batch, index)
+        loss, outputs = returned if isinstance(returned, (tuple, list)) else (returned, None)
+        if not isinstance(loss, Tensor):
+            raise InputError("{name} must return a loss, a tensor, got {got}", name=self.name, got=type(loss).__name__)
+        numbers = self._undone_changes(before) | _logged(rows)
+        return Called(loss if batch.trains else loss.mean(), None if batch.trains else outputs, rows, numbers)
+
+    def _answering(self, batch: Microbatches, index: int, output: Any) -> Any:
+        """Returns a forward of the model that returns what the pipeline has computed, for one call with the captured arguments."""
+        calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1 and not self._trainer._may_repeat(kwargs):
+                raise InputError(
+                    "{name} calls the model more than once, and a pipeline runs it once for each microbatch",
+                    name=self.name,
+                    remedy="join the inputs of both calls, or call a copy of the model",
+                )
+            if calls == 1 and batch.is_compared and not equal_arguments(batch.arguments[index], self._named(args, kwargs)):
+                raise InputError(
+                    "{name} runs twice for each microbatch, and calls the model with other arguments the second time",
+                    name=self.name,
+                    remedy="draw random numbers from the default generators of torch, Python or NumPy, and change no state before the call",
+                )
+            if batch.seed is not None:
+                _seed(mixed(batch.seed, index), self._trainer.args.device)
+            return self._trainer._output_of_model(output, kwargs)
+
+        return forward
+
+    def _returned(self, batch: Microbatches, index: int) -> Any:
+        options = {"return_outputs": True} if batch.returns_outputs else {}
+        inputs = dict(batch.parts[index])
+        return self._trainer.compute_loss(self._trainer.model, inputs, num_items_in_batch=batch.items, **options)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if args:
+            raise InputError(
+                "compute_loss calls the model with {unnamed} arguments without names; {remedy}", unnamed=len(args), remedy="name them"
+            )
+        return self._trainer._arguments_of_stages({name: value for name, value in kwargs.items() if value is not None})
+
+    @contextmanager
+    def _alone(self, batch: Microbatches, rows: list[dict[str, Any]]) -> Iterator[None]:
+        """A context for one call: it logs to `rows`, and its collectives are among replicas, or refused."""
+        trainer = self._trainer
+        accelerator, model = trainer.accelerator, trainer.model
+        remedy = "gather with self.accelerator.gather, which joins the replicas"
+        with ExitStack() as stack:
+            stack.enter_context(replaced(model, training=batch.trains))
+            stack.enter_context(replaced(trainer, log=lambda logs, *args, **kwargs: rows.append(dict(logs))))
+            stack.enter_context(replaced(accelerator, gather=trainer._gather_among_replicas, reduce=trainer._reduce_among_replicas))
+            stack.enter_context(collectives_refused(self.name, trainer._ranks_of_pipeline, remedy))
+            yield
+
+    def _undone_changes(self, before: dict[str, float]) -> dict[str, float]:
+        """Returns the changes of numbers among the trainer's attributes by name, after undoing them."""
+        trainer = self._trainer
+        before |= {name: getattr(type(trainer), name, 0) for name in numbers_of(trainer).keys() - before.keys()}
+        now = numbers_of(trainer)
+        changed = [name for name, value in now.items() if value != before[name] and name not in self.covered]
+        vars(trainer).update({name: before[name] for name in changed})
+        return {ATTRIBUTE + name: now[name] - before[name] for name in changed}
+
+
+def _logged(rows: list[dict[str, Any]]) -> dict[str, float]:
+    return {
+        f"{LOGGED}{place} {key}": float(value)
+        for place, row in enumerate(rows)
+        for key, value in row.items()
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seeds all generators that user code draws from."""
+    seed_generators(seed, device)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)

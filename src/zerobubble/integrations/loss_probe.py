@@ -1,0 +1,176 @@
+"""Asks `compute_loss` for a few samples of a batch, alone and together, so that the rules of its numbers follow.
+
+The pipeline runs forward of the samples alone and of all of them. Its rounding hides small terms of a loss. So the rank of the last stage
+calls the function again with rows of *one* output of the model, and the numbers then agree to the rounding of the loss. These calls take
+no forward, and are repeated for the middle and the end of training, since a loss may depend on the step or the epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from zerobubble.errors import InputError
+from zerobubble.integrations.batches import num_samples, samples_of
+from zerobubble.integrations.lone_calls import unchanged
+from zerobubble.integrations.loss_calls import LossCalls, Microbatches
+from zerobubble.integrations.loss_rules import Comparison, with_other_labels
+from zerobubble.integrations.sample_outputs import JoinedOutput
+from zerobubble.integrations.whole_model import replaced
+from zerobubble.runtime.values.random_state import RandomStates, states_restored
+
+HALVES = (torch.float16, torch.bfloat16)
+SKIPPED = ("train_dataset", "eval_dataset")
+LOSS = "the loss"
+EXACT = 3e-6
+"""The relative difference between numbers from one output of the model that the rounding of a loss in float32 explains."""
+TIMES = (0.0, 0.5, 1.0)
+"""The parts of the rest of training after which a loss is asked."""
+
+
+@dataclass
+class Probe(Microbatches):
+    """The microbatches of a probe: for each group of samples, each alone, then all of them together.
+
+    Attributes:
+        width: The number of microbatches of a group.
+        num_groups: The number of groups. Further microbatches are padding.
+        start: The random states before each call.
+        draws: Whether `compute_loss` draws random numbers.
+        faults: What of `compute_loss` a pipeline cannot run.
+        numbers: The numbers of the microbatches, on the rank of the last stage.
+        outputs: The outputs of the model for the samples of a group, as `JoinedOutput` needs them.
+        comparisons: What the calls gave, on the rank of the last stage at first.
+    """
+
+    width: int = 0
+    num_groups: int = 0
+    start: RandomStates | None = None
+    draws: bool = False
+    faults: list[str] = field(default_factory=list)
+    numbers: list[dict[str, float]] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    def samples_of(self, comparison: Comparison) -> list[Any]:
+        """Returns the samples of a group, each a batch."""
+        first = comparison.group * self.width
+        return self.parts[first : first + self.width - 1]
+
+
+class Prober:
+    """Makes probes of a `trainer` by `calls` of its `compute_loss`. `dims` has the batch dimensions other than the first."""
+
+    def __init__(self, trainer: Any, calls: LossCalls, dims: Mapping[str, int | None]) -> None:
+        self._trainer = trainer
+        self._calls = calls
+        self._dims = dims
+        halves = any(parameter.dtype in HALVES for parameter in trainer.model.parameters())
+        self._rounding = 3e-3 if halves or trainer.accelerator.mixed_precision != "no" else 2e-5  # of the model
+        self._uses_models = False
+
+    def prepared(self, inputs: Any, rows: Sequence[int], items: Any, *, trains: bool) -> Probe:
+        """Returns a probe of these samples of a batch, also with other labels if these are classes, with the arguments of the model."""
+        names, device = self._trainer.label_names or (), self._trainer.args.device
+        classes = getattr(getattr(self._trainer.model, "config", None), "num_labels", 1) or 1
+        whole = samples_of(inputs, rows, self._dims)
+        wholes = [batch for batch in (whole, with_other_labels(whole, names, classes)) if batch is not None]
+        parts = [part for batch in wholes for part in (*(samples_of(batch, [row], self._dims) for row in range(len(rows))), batch)]
+        parts += [parts[0]] * (-len(parts) % self._trainer._num_microbatches)
+        probe = Probe(parts, trains, items, not trains, is_compared=True, width=len(rows) + 1, num_groups=len(wholes))
+        probe.start = RandomStates.now(device)
+        with states_restored(None, device), unchanged(self._trainer, SKIPPED):
+            for index in range(len(parts)):
+                probe.start.set()
+                self._calls.capture(probe, index, keeps=False)
+                probe.draws |= not RandomStates.now(device).is_same_as(probe.start)
+        return probe
+
+    def play(self, probe: Probe) -> None:
+        """Runs forward of the microbatches, and gives the probe of every rank what `compute_loss` gave on the rank of the last stage."""
+        trainer = self._trainer
+        count = trainer._num_microbatches
+        with states_restored(None, trainer.args.device), unchanged(trainer, SKIPPED), torch.no_grad(), trainer._autocast():
+            for first in range(0, len(probe.parts), count):
+                trainer.pipeline.eval_step(probe.arguments[first : first + count], probe.targets[first : first + count])
+        has_answers = probe.numbers or probe.faults
+        probe.comparisons, probe.faults, draws = trainer._from_last_stage(
+            (probe.comparisons, probe.faults, probe.draws) if has_answers else None
+        )
+        probe.draws |= draws
+
+    def answer(self, probe: Probe, output: Any, index: int) -> Tensor:
+        """Calls `compute_loss` with the output of a microbatch, and compares the numbers of a group after its last microbatch."""
+        group, place = divmod(index, probe.width)
+        if group < probe.num_groups and not probe.faults:
+            try:
+                probe.numbers.append(self._numbers(probe, index, output))
+                probe.outputs.append(JoinedOutput.sample(output))
+                if place == probe.width - 1:
+                    numbers = probe.numbers[-probe.width :]
+                    probe.comparisons += [Comparison(group, numbers, self._rounding), *self._from_one_output(probe, group, output)]
+            except Exception as error:  # noqa: BLE001 - the user's function may raise anything, and all ranks name it
+                probe.faults.append(str(error) if isinstance(error, InputError) else self._raised(error, probe.parts[index]))
+        return torch.zeros((), device=self._trainer.args.device)
+
+    def _numbers(self, probe: Probe, index: int, output: Any) -> dict[str, float]:
+        """Returns the numbers of a call of `compute_loss`, and notes what a pipeline cannot run."""
+        assert probe.start is not None
+        device = self._trainer.args.device
+        with states_restored(probe.start, device), unchanged(self._trainer, SKIPPED) as changed, self._models_noted():
+            called = self._calls.call(probe, index, output)
+            probe.draws |= not RandomStates.now(device).is_same_as(probe.start)
+        if changed := [name for name in changed if name not in self._calls.covered]:
+            place = f"{self._calls.name} changes self.{changed[0]}"
+            reason = "a pipeline runs it once for each microbatch, on one rank"
+            probe.faults.append(f"{place}, and {reason}: change it in a callback, or log with self.log")
+        return {LOSS: float(called.loss), **called.numbers}
+
+    def _from_one_output(self, probe: Probe, group: int, output: Any) -> Iterator[Comparison]:
+        """Yields the comparisons of a group that take the rows of one output of the model, now and later in training."""
+        first = group * probe.width
+        joined = JoinedOutput(output, probe.outputs[-probe.width : -1])
+        tolerance = self._rounding if self._uses_models else EXACT
+        for sums in (False, True) if joined.has_numbers else (None,):
+            for state in self._later_states() if joined.is_cut and probe.width > 2 else []:
+                try:
+                    with replaced(self._trainer.state, **state):
+                        rows = [self._numbers(probe, first + row, joined.of(row, sums=bool(sums))) for row in range(probe.width - 1)]
+                        numbers = [*rows, self._numbers(probe, first + probe.width - 1, joined.whole())]
+                except Exception:  # noqa: BLE001 - such as a loss of probabilities, of numbers that are none
+                    continue
+                if all(math.isfinite(of_one[LOSS]) for of_one in numbers):
+                    yield Comparison(group, numbers, tolerance, sums)
+
+    def _later_states(self) -> list[dict[str, Any]]:
+        """Returns attributes of the trainer's state for now, and for later in training."""
+        state = self._trainer.state
+        left = max(state.max_steps - 1 - state.global_step, 0)
+        epoch = state.epoch or 0
+        epochs = max(state.num_train_epochs - epoch, 0)
+        states = [{"global_step": state.global_step + int(part * left), "epoch": epoch + part * epochs} for part in TIMES]
+        return states if left else states[:1]
+
+    @contextmanager
+    def _models_noted(self) -> Iterator[None]:
+        """A context that notes calls of other models, such as a teacher: their outputs for samples are not those for the batch, exactly."""
+
+        def note(module: nn.Module, args: Any) -> None:
+            self._uses_models |= module is not self._trainer.model and any(True for _ in module.parameters())
+
+        handle = register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _raised(self, error: Exception, microbatch: Any) -> str:
+        count, reason = num_samples(microbatch, self._dims), f"{type(error).__name__}: {error}"
+        return f"{self._calls.name} fails for a microbatch of size {count}, and a pipeline calls it for each microbatch: {reason}"

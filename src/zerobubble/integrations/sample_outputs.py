@@ -1,0 +1,81 @@
+"""Takes the output of a model for single samples out of its output for all of them, so that both have the same rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Leaf(NamedTuple):
+    """A tensor in the output for one sample: its shape, and its number if it is one."""
+
+    shape: torch.Size
+    number: float | None
+
+
+class JoinedOutput:
+    """The output of a model for several samples.
+
+    The rows of each sample are scaled differently, since a fresh model gives all samples like losses. Numbers, such as the model's own
+    loss, are not cut: see `of`.
+
+    Args:
+        output: The output for all samples.
+        samples: What `sample` returns of the output for each sample.
+
+    Attributes:
+        is_cut: Whether every tensor has rows of samples, or is a number, or the same for all.
+        has_numbers: Whether there are numbers that differ between samples.
+    """
+
+    def __init__(self, output: Any, samples: Sequence[Sequence[Leaf | None]]) -> None:
+        self._count = len(samples)
+        leaves, self._form = pytree.tree_flatten(output)
+        alike = all(len(sample) == len(leaves) for sample in samples)
+        kinds = [self._kind(leaf, [sample[place] for sample in samples] if alike else []) for place, leaf in enumerate(leaves)]
+        self._leaves = [(kind, self._scaled(leaf) if kind == "rows" else leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
+        self.is_cut = all(kinds)
+        self.has_numbers = "number" in kinds
+
+    @staticmethod
+    def sample(output: Any) -> list[Leaf | None]:
+        """Returns what is needed of the output for one sample."""
+        leaves = pytree.tree_leaves(output)
+        return [Leaf(leaf.shape, leaf.item() if leaf.numel() == 1 else None) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+    def whole(self) -> Any:
+        """Returns the output for all samples."""
+        return pytree.tree_unflatten([leaf for _, leaf in self._leaves], self._form)
+
+    def of(self, row: int, *, sums: bool) -> Any:
+        """Returns the output for one sample. Numbers are those of all samples, which `sums` are divided among them."""
+        leaves = [
+            leaf.tensor_split(self._count)[row] if kind == "rows" else leaf / self._count if kind == "number" and sums else leaf
+            for kind, leaf in self._leaves
+        ]
+        return pytree.tree_unflatten(leaves, self._form)
+
+    def _kind(self, leaf: Any, samples: Sequence[Leaf | None]) -> str:
+        """Returns "rows", "number" or "shared"; nothing if a tensor cannot be cut."""
+        if not isinstance(leaf, Tensor):
+            return "shared"
+        shapes = {sample.shape for sample in samples if sample is not None}
+        if len(shapes) != 1:
+            return ""
+        (shape,) = shapes
+        if shape == leaf.shape:
+            alike = leaf.numel() != 1 or all(sample is not None and sample.number == leaf.item() for sample in samples)
+            return "shared" if alike or not leaf.is_floating_point() else "number"
+        return "rows" if shape[:1] and (shape[0] * self._count, *shape[1:]) == tuple(leaf.shape) else ""
+
+    def _scaled(self, leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf
+        leaf = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+        rows = leaf.reshape(self._count, -1)
+        factors = 2.0 * torch.arange(1, self._count + 1, device=leaf.device) / rows.abs().amax(1).clamp(min=1e-6)
+        return (rows * factors.to(leaf)[:, None]).view(leaf.shape)
