@@ -11,14 +11,14 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 
 from tests.integrations.ranks import cases_played, run_program
-from tests.integrations.train_with_own_losses import CASES, DRAWN, REFUSED
+from tests.integrations.train_with_own_losses import CASES, DRAWN, RAISING, REFUSED
 from tests.refusals import raises
 from tests.thinned import long_if
 from zerobubble import InputError
 from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
-SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads")
+SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "flags of one rank")
 REPLICATED = ("mean", "plain", "local counts", "logged")
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""
@@ -37,7 +37,7 @@ def pipelined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The folder that a pipeline of two ranks leaves."""
     folder = tmp_path_factory.mktemp("two")
     cases = cases_played(request, "test_losses_train_as_on_one_device")
-    run_program(PROGRAM, folder, "--cases", *sorted(cases), *REFUSED, *DRAWN, ranks=2)
+    run_program(PROGRAM, folder, "--cases", *sorted(cases), *REFUSED, *DRAWN, *RAISING, ranks=2)
     return folder
 
 
@@ -60,9 +60,11 @@ def assert_same(folder: Path, reference: Path, case: str, names: set[str]) -> No
 @pytest.mark.feature("losses that are means", "class weights with loss_weight", "distillation", "gradient accumulation of means")
 @pytest.mark.feature("self.log in compute_loss", "masked language models", "classifiers", "sequence-to-sequence models")
 @pytest.mark.feature("predict_with_generate", "overridden methods of the trainer", "models that are plain modules", "Whisper")
+@pytest.mark.feature("flags that a callback sets on one rank", "gradients clipped by value", "an optimizer of model.parameters()")
+@pytest.mark.feature("contrastive losses with num_microbatches=1")
 @pytest.mark.parametrize("case", long_if([case for case in CASES if case not in SHORT], CASES))
 def test_losses_train_as_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
-    assert_same(pipelined, reference, case, {"loss", "grad_norm", "eval_loss", "ce", "calls"})
+    assert_same(pipelined, reference, case, {"loss", "grad_norm", "eval_loss", "ce", "calls", "total_flos"})
     found, expected = result(pipelined, case), result(reference, case)
     assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=FLOAT32)
     assert (found["shape"], found["drew"]) == (expected["shape"], expected["drew"])
@@ -84,6 +86,14 @@ def test_losses_that_a_pipeline_cannot_compute_are_refused_on_all_ranks(case: st
     errors = [result(pipelined, case, rank) for rank in (0, 1)]
     assert [error["error"] for error in errors] == ["InputError", "InputError"], errors
     assert errors[0]["text"] == errors[1]["text"]
+
+
+@pytest.mark.feature("an error of a callback on one rank: one error, no hang")
+def test_an_error_of_a_callback_on_one_rank_ends_all_ranks(pipelined: Path) -> None:
+    first, second = (result(pipelined, "raised on one rank", rank) for rank in (0, 1))
+    assert (first["error"], first["text"]) == ("ValueError", "no space left")
+    assert (second["error"], second["fields"]["rank"]) == ("PipelineError", "0"), second
+    assert "no space left" in second["text"]
 
 
 @pytest.mark.feature("random numbers in compute_loss")

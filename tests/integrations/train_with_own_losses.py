@@ -30,6 +30,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -146,6 +147,35 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "m
 
 def mean_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return token_losses(outputs.logits, labels)
+
+
+class FlagsOfOneRank(TrainerCallback):
+    """Evaluates after the first step and stops after the third, by flags that the first rank sets."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            control.should_evaluate |= state.global_step == 1
+            control.should_training_stop |= state.global_step == 3
+
+
+class RaisesOnOneRank(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.global_step == 2:
+            raise ValueError("no space left")
+
+
+class ClipsValues(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+
+
+class ChangesMode(TrainerCallback):
+    """Changes how the loss is reduced after two steps."""
+
+    trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.sums = state.global_step == 2
 
 
 def classes(base: Any, generating: Any) -> dict[str, Any]:
@@ -299,6 +329,39 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
             self.optimizer = torch.optim.SGD(list(self.model.parameters()), lr=self.args.learning_rate)
             return self.optimizer
 
+    class Small(Mean):
+        """A term with another divisor, whose share of the loss is below the rounding of a model in bfloat16."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            return token_losses(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+    class Later(Mean):
+        """A term that begins in the last epoch."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            return token_losses(logits, labels) + (logits.square().mean() if (self.state.epoch or 0) >= 1 else 0)
+
+    class Moded(Mean):
+        sums = False
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.sums = False
+            change = ChangesMode()
+            change.trainer = self
+            self.add_callback(change)
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            return token_losses(logits, labels, "sum") / 50 if self.sums else token_losses(logits, labels)
+
+    class Clamped(Mean):
+        def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(model, *args, **kwargs)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-2e-2, 2e-2)
+            return loss
+
     class ByHand(Mean):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             loss = self.compute_loss(model, inputs)
@@ -335,6 +398,10 @@ CASES: dict[str, dict[str, Any]] = {
     "methods": {"kind": "Called"},
     "two heads": {"kind": "Trainer", "model": TwoHeads, "data": of_two_kinds, "settings": {"label_names": ["kinds", "numbers"]}},
     "speech": {"kind": "Trainer", "model": speech_model, "data": speech},
+    "flags of one rank": {"kind": "Mean", "callbacks": [FlagsOfOneRank]},
+    "gradients by value": {"kind": "Clamped", "callbacks": [ClipsValues]},
+    "optimizer of the model": {"kind": "Mean", "optimizer": torch.optim.SGD},
+    "contrastive, one microbatch": {"kind": "Contrastive", "data": full_tokens, "microbatches": 1},
     "generated": {"kind": "Generated", "model": sequence_model, "settings": {"predict_with_generate": True, "generation_max_length": 8}},
 }
 """What trains as on one device."""
@@ -344,6 +411,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "entropy": {"kind": "Entropy"},
     "a rare position": {"kind": "Trainer", "model": answering_model, "data": rarely_outside, "settings": {"label_names": list(POSITIONS)}},
     "contrastive": {"kind": "Contrastive", "data": full_tokens},
+    "a small term": {"kind": "Small"},
+    "a small term in bfloat16": {"kind": "Small", "settings": {"bf16": True}},
+    "a later term": {"kind": "Later", "settings": {"max_steps": -1, "num_train_epochs": 2}},
+    "another mode": {"kind": "Moded"},
     "pairs": {"kind": "Pairs", "data": full_tokens},
     "two calls": {"kind": "Twice"},
     "all_reduce": {"kind": "Reduced"},
@@ -356,6 +427,8 @@ DRAWN: dict[str, dict[str, Any]] = {
     "drawn with weights": {"kind": "Drawn", "data": full_tokens, "loss_weight": lambda inputs: len(inputs["labels"])},
 }
 """What draws random numbers for each microbatch."""
+RAISING: dict[str, dict[str, Any]] = {"raised on one rank": {"kind": "Mean", "callbacks": [RaisesOnOneRank]}}
+"""What ends with an error of one rank."""
 
 
 def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
@@ -372,7 +445,6 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        max_steps=STEPS,
         learning_rate=1e-2,
         optim="sgd",
         logging_steps=1,
@@ -381,7 +453,7 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
         eval_steps=2,
         per_device_train_batch_size=BATCH // replicas,
         per_device_eval_batch_size=BATCH // replicas,
-        **case.get("settings", {}),
+        **{"max_steps": STEPS, **case.get("settings", {})},
     )
     if pipelined:
         from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
@@ -389,9 +461,17 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
         base, generating = PipelineTrainer, type("PipelineSeq2SeqTrainer", (PipelineMixin, Seq2SeqTrainer), {})
         ranks = int(os.environ["WORLD_SIZE"])
         mesh = {"mesh": init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("dp", "pp"))} if replicas > 1 else {}
-        more = {"schedule": "zb-h1", "num_microbatches": 3, "pipeline_options": mesh, "loss_weight": case.get("loss_weight")}
+        more = {
+            "schedule": "zb-h1",
+            "num_microbatches": case.get("microbatches", 3),
+            "pipeline_options": mesh,
+            "loss_weight": case.get("loss_weight"),
+        }
     data = [case.get("data", tokens)(index) for index in range(80)]
     given = {"model": model, "args": arguments, "train_dataset": data[:64], "eval_dataset": data[64:76]}
+    given["callbacks"] = [kind() for kind in case.get("callbacks", [])]
+    if optimizer := case.get("optimizer"):
+        given["optimizers"] = optimizer(model.parameters(), lr=1e-2), None
     trainer: Trainer = classes(base, generating)[case["kind"]](**given, **case.get("arguments", {}), **more)
     return trainer
 
@@ -425,7 +505,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", 0))
     for name in options.cases:
-        trainer = trainer_of(options.folder / name, (CASES | REFUSED | DRAWN)[name], options.replicas)
+        trainer = trainer_of(options.folder / name, (CASES | REFUSED | DRAWN | RAISING)[name], options.replicas)
         result = play(trainer)
         weights = {} if "error" in result else trainer.model.state_dict()
         if hasattr(trainer, "close"):

@@ -80,8 +80,11 @@ class Prober:
         """Returns a probe of these samples of a batch, also with other labels if these are classes, with the arguments of the model."""
         names, device = self._trainer.label_names or (), self._trainer.args.device
         classes = getattr(getattr(self._trainer.model, "config", None), "num_labels", 1) or 1
-        whole = samples_of(inputs, rows, self._dims)
-        wholes = [batch for batch in (whole, with_other_labels(whole, names, classes)) if batch is not None]
+        if self._trainer._num_microbatches == 1:
+            rows, wholes = [], [inputs]  # what is not cut needs no rules, and may fail for single samples
+        else:
+            whole = samples_of(inputs, rows, self._dims)
+            wholes = [batch for batch in (whole, with_other_labels(whole, names, classes)) if batch is not None]
         parts = [part for batch in wholes for part in (*(samples_of(batch, [row], self._dims) for row in range(len(rows))), batch)]
         parts += [parts[0]] * (-len(parts) % self._trainer._num_microbatches)
         probe = Probe(parts, trains, items, not trains, is_compared=True, width=len(rows) + 1, num_groups=len(wholes))

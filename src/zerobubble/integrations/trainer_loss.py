@@ -20,7 +20,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, samples_of
 from zerobubble.integrations.loss_calls import ATTRIBUTE, LOGGED, Called, LossCalls, Microbatches
 from zerobubble.integrations.loss_probe import LOSS, Probe, Prober
-from zerobubble.integrations.loss_rules import Rule, differ, extremes, rules_of, telling_samples
+from zerobubble.integrations.loss_rules import SUM, Rule, differ, extremes, rules_of, telling_samples
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, drawn_seed
 
@@ -203,6 +203,8 @@ class TrainerLoss:
         candidates += [self._weighted] if self._weighted else []
         probe = self._probed(inputs, self._rows(inputs, candidates), items, trains=trains)
         names = dict.fromkeys(name for comparison in probe.comparisons for numbers in comparison.numbers for name in numbers)
+        if self._trainer._num_microbatches == 1:
+            return {name: [SUM] for name in names}
         return {name: self._fitting(candidates, name, probe, before.get(name, candidates)) for name in names}
 
     def _rows(self, inputs: Any, candidates: list[Rule]) -> list[int]:
@@ -242,11 +244,15 @@ class TrainerLoss:
             reason, remedy = ": not a mean with the weights of loss_weight", "let it return what the loss divides by"
         else:
             reason = ", and random numbers that it draws for each sample hide the rule" if draws else ""
-            remedy = (
-                "give loss_weight, which returns what the mean of a microbatch divides by, such as lambda inputs: "
-                'class_weights[inputs["labels"]].sum()'
+            weighted = (
+                "if it is a mean, give loss_weight, which returns what the mean of a microbatch divides by, such as lambda inputs: "
+                'class_weights[inputs["labels"]].sum(); '
             )
-            remedy = f"draw them in the data collator, or {remedy}" if draws else remedy
+            remedy = (
+                ("draw them in the data collator; " if draws else "")
+                + (weighted if min(alone) <= together <= max(alone) else "no weights of samples make it a mean; ")
+                + "a loss that compares samples, or adds means over different things, needs num_microbatches=1"
+            )
         return InputError(
             "{name} in {cls}.compute_loss is neither a sum nor a mean over samples, labels or tokens: {got} for {count} samples alone, "
             "{expected} for all of them{reason}",

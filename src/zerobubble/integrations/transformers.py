@@ -11,6 +11,7 @@ Trainer computes the loss by `compute_loss(model, inputs)`, which users and TRL 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,8 +30,10 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples
 from zerobubble.integrations.hidden_methods import refuse_hidden_methods
 from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
+from zerobubble.integrations.trainer_callbacks import SharedCallbacks
 from zerobubble.integrations.trainer_example import example_of
 from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
+from zerobubble.integrations.trainer_options import wrong_options
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import from_last_stage
 from zerobubble.models.observation.example import TAKES_SUMS
@@ -115,6 +118,7 @@ class PipelineMixin(_Trainer):
         self._num_replicas, self._replica = self._replicas()
         self._pipeline_size = dist.get_world_size() // self._num_replicas
         self.accelerator.prepare_data_loader = self._prepare_data_loader
+        SharedCallbacks(self)
         self._same_stages = self._group_of_same_stages()
         self.accelerator.gather_for_metrics = partial(gather_over_replicas, self._same_stages, self.accelerator)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -206,6 +210,11 @@ class PipelineMixin(_Trainer):
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._pipeline_size
 
+    def store_flos(self) -> None:
+        """Counts the operations of a batch once, not on each rank of the pipeline."""
+        self.current_flos /= self._pipeline_size
+        super().store_flos()
+
     # The model and its optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -213,15 +222,23 @@ class PipelineMixin(_Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer of this rank's parameters."""
-        if self.optimizer is not None:
-            self._refuse_optimizer()
-            return super().create_optimizer(model)
-        optimizer = super().create_optimizer(_Stages(self.pipeline, self.model, self._output_of_batch))
-        others = {id(parameter) for parameter in self.model.parameters()} - {id(parameter) for parameter in self.pipeline.parameters()}
-        for group in optimizer.param_groups:  # a subclass may give it all parameters of `self.model`
+        super().create_optimizer(model if self.optimizer is not None else _Stages(self.pipeline, self.model, self._output_of_batch))
+        self._keep_parameters_of_stages()
+        return self.optimizer
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Makes both. A subclass may have made the optimizer."""
+        super().create_optimizer_and_scheduler(num_training_steps)
+        self._keep_parameters_of_stages()
+
+    def _keep_parameters_of_stages(self) -> None:
+        """Takes the parameters of other ranks' stages from the optimizer. Users make it of all parameters of the model."""
+        own = {id(parameter) for parameter in self.pipeline.parameters()}
+        others = {id(parameter) for parameter in self.model.parameters()} - own
+        for group in self.optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in others]
-        self._refuse_optimizer()
-        return optimizer
+        if {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]} - own:
+            raise InputError("the optimizer has parameters that are not those of trainer.model", remedy="make it of model.parameters()")
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Returns the names in the whole model of the parameters with weight decay."""
@@ -316,6 +333,10 @@ class PipelineMixin(_Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates like Trainer. To generate, every rank gathers the whole model."""
+        if not self.accelerator._models and not hasattr(self, "model_preparation_time"):  # as Trainer, before its first evaluation
+            start = time.monotonic()
+            self._wrap_model(self.model, training=False)
+            self.model_preparation_time = round(time.monotonic() - start, 4)
         with self._gathering(everywhere=True) if self._generates else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -431,36 +452,7 @@ class PipelineMixin(_Trainer):
 
     def _wrong_options(self) -> list[str]:
         """Returns the options of Trainer that a pipeline does not support, and what to set instead."""
-        args, found = self.args, []
-        if not dist.is_initialized():
-            found.append("there is no process group: start the script with torchrun")
-        wrong = {
-            "auto_find_batch_size": (args.auto_find_batch_size, "choose per_device_train_batch_size"),
-            "fsdp": (args.fsdp, 'give a mesh with "dp" in pipeline_options'),
-            "deepspeed": (args.deepspeed, "leave it out; the pipeline needs no engine"),
-            "fp16": (args.fp16, "use bf16=True"),
-            "torch_compile": (args.torch_compile, 'give pipeline_options={"split": "compiled"}'),
-            "parallelism_config": (args.parallelism_config, "give a mesh in pipeline_options"),
-            "dispatch_batches": (args.accelerator_config.dispatch_batches, "leave it out; every rank loads its own batches"),
-            "split_batches": (args.accelerator_config.split_batches, "leave it out; per_device_train_batch_size is that of a replica"),
-        }
-        found += [f"{name}={given!r}: {remedy}" for name, (given, remedy) in wrong.items() if given]
-        if args.n_gpu > 1:
-            found.append(f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun")
-        if getattr(self.model, "hf_device_map", None) is not None:
-            found.append("a model with a device_map: load it without one")
-        names = self._mesh.mesh_dim_names or () if self._mesh is not None else ()
-        if self._mesh is not None and (unknown := [name for name in names if name not in ("pp", *ALIKE)]):
-            found.append(f"a mesh along {', '.join(unknown)}: Trainer's models are only replicated, along {', '.join(sorted(ALIKE))}")
-        return found
-
-    def _refuse_optimizer(self) -> None:
-        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        if given - {id(parameter) for parameter in self.pipeline.parameters()}:
-            raise InputError(
-                "the optimizer has parameters of other ranks' stages",
-                remedy="give optimizer_cls_and_kwargs instead, or make it of trainer.pipeline.parameters()",
-            )
+        return wrong_options(self.args, self.model, self._mesh)
 
 
 class PipelineTrainer(PipelineMixin, transformers.Trainer):

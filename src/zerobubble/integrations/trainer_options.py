@@ -1,0 +1,37 @@
+"""Lists the options of Trainer that a pipeline does not support."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerobubble.runtime.options import ALIKE
+
+
+def wrong_options(args: Any, model: nn.Module, mesh: DeviceMesh | None) -> list[str]:
+    """Returns each option with what to set instead, for the arguments, the model and the mesh of a trainer."""
+    found = []
+    if not dist.is_initialized():
+        found.append("there is no process group: start the script with torchrun")
+    wrong = {
+        "auto_find_batch_size": (args.auto_find_batch_size, "choose per_device_train_batch_size"),
+        "fsdp": (args.fsdp, 'give a mesh with "dp" in pipeline_options'),
+        "deepspeed": (args.deepspeed, "leave it out; the pipeline needs no engine"),
+        "fp16": (args.fp16, "use bf16=True"),
+        "torch_compile": (args.torch_compile, 'give pipeline_options={"split": "compiled"}'),
+        "parallelism_config": (args.parallelism_config, "give a mesh in pipeline_options"),
+        "dispatch_batches": (args.accelerator_config.dispatch_batches, "leave it out; every rank loads its own batches"),
+        "split_batches": (args.accelerator_config.split_batches, "leave it out; per_device_train_batch_size is that of a replica"),
+    }
+    found += [f"{name}={given!r}: {remedy}" for name, (given, remedy) in wrong.items() if given]
+    if args.n_gpu > 1:
+        found.append(f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun")
+    if getattr(model, "hf_device_map", None) is not None:
+        found.append("a model with a device_map: load it without one")
+    names = mesh.mesh_dim_names or () if mesh is not None else ()
+    if mesh is not None and (unknown := [name for name in names if name not in ("pp", *ALIKE)]):
+        found.append(f"a mesh along {', '.join(unknown)}: Trainer's models are only replicated, along {', '.join(sorted(ALIKE))}")
+    return found
