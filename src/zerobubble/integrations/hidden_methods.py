@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+
 from zerobubble.errors import InputError
 
 
@@ -19,12 +22,23 @@ def refuse_hidden_methods(cls: type, mixin: type, base: type, names: tuple[str, 
     if base not in order:
         return
     between = order[order.index(mixin) + 1 : order.index(base)]
-    methods = [(f"{kind.__name__}.{name}", name in vars(kind)) for kind in between for name in names]
-    if hidden := [method for method, is_hidden in methods if is_hidden and method not in known]:
-        raise InputError(
-            "{cls} would ignore {got}, since {mixin} comes first and replaces it",
-            cls=cls.__name__,
-            got=", ".join(hidden),
-            mixin=mixin.__name__,
-            remedy="derive the class that has it from PipelineTrainer, and let it call super()",
-        )
+    hidden = {kind: [f"{kind.__name__}.{name}" for name in names if name in vars(kind)] for kind in between}
+    hidden = {kind: left for kind, methods in hidden.items() if (left := [method for method in methods if method not in known])}
+    if not hidden:
+        return
+    remedy = "derive the class that has it from PipelineTrainer, and let it call super()"
+    if libraries := [kind for kind in hidden if _is_of_library(kind)]:
+        remedy = f"no pipeline trains with {libraries[0].__name__}; derive from PipelineTrainer, and compute its loss in compute_loss"
+    raise InputError(
+        "{cls} would ignore {got}, since {mixin} comes first and replaces it",
+        cls=cls.__name__,
+        got=", ".join(method for methods in hidden.values() for method in methods),
+        mixin=mixin.__name__,
+        remedy=remedy,
+    )
+
+
+def _is_of_library(kind: type) -> bool:
+    """Returns whether a class is of an installed package, which the user cannot derive from another class."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
