@@ -106,16 +106,21 @@ def _cut_along(value: Any, rows: slice | list[int], size: int, dim: int | None) 
     if dim is None:
         return value
     if isinstance(value, Tensor):
-        is_cut = value.ndim > dim and value.shape[dim] == size
-        return value[(slice(None),) * dim + (rows,)] if is_cut else value
+        return value[(slice(None),) * dim + (rows,)] if value.ndim > dim and value.shape[dim] == size else value
     if isinstance(value, Mapping):
         return _cut(value, rows, size, {})
     if isinstance(value, (list, tuple)):
-        if not _tensors(value) and len(value) == size and not hasattr(value, "_make"):
-            return value[rows] if isinstance(rows, slice) else type(value)(value[row] for row in rows)
-        items = [_cut_along(item, rows, size, dim) for item in value]
-        return type(value)(*items) if hasattr(value, "_make") else type(value)(items)
+        return _cut_sequence(value, rows, size, dim)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: _cut_along(getattr(value, field.name), rows, size, dim) for field in fields(value) if field.init}
         return replace(value, **parts)
     return value
+
+
+def _cut_sequence(value: Any, rows: slice | list[int], size: int, dim: int) -> Any:
+    """Cuts a list or tuple with one item per sample, or the items of another one."""
+    kind, is_named = type(value), hasattr(value, "_make")
+    if not is_named and len(value) == size and not _tensors(value):
+        return value[rows] if isinstance(rows, slice) else kind(value[row] for row in rows)
+    items = [_cut_along(item, rows, size, dim) for item in value]
+    return kind(*items) if is_named else kind(items)
