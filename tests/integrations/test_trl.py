@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl import SFTConfig
+from trl import DPOTrainer, SFTConfig
 
 import zerobubble as zb
 from tests.integrations.ranks import run_program
@@ -58,6 +58,12 @@ def test_options_of_trl_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: 
     data = Dataset.from_list([{"text": "w1 w2 w3"}] * 8)
     with raises(InputError, "torchrun", "padding_free"):
         PipelineSFTTrainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer())
+
+
+@pytest.mark.refuses("other trainers of TRL")
+def test_a_trainer_of_trl_with_steps_of_its_own_is_refused_without_a_remedy_that_its_user_cannot_follow() -> None:
+    with raises(InputError, "DPOTrainer.training_step", "DPOTrainer.prediction_step", "no pipeline trains with DPOTrainer"):
+        type("Hidden", (PipelineMixin, DPOTrainer), {})
 
 
 @pytest.mark.refuses("bidirectional schedules")
