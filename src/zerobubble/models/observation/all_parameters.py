@@ -98,11 +98,11 @@ def _to_the_end(iterate: Callable[..., Iterator[Any]], current: Current, *args: 
 
 
 def _is_bookkeeping() -> bool:
-    """Returns whether Transformers iterates to install its recording hooks, which reads no values."""
+    """Returns whether Transformers iterates to install its recording hooks, or the runtime to find state, which reads no values."""
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module not in (nn.Module.__module__, __name__):
-            return bool(module == "transformers.utils.output_capturing")
+            return bool(module == "transformers.utils.output_capturing" or module.startswith("zerobubble.runtime."))
         frame = frame.f_back  # type: ignore[assignment]
     return False
