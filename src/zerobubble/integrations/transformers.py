@@ -333,7 +333,7 @@ class PipelineMixin(_Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates like Trainer. To generate, every rank gathers the whole model."""
-        if not self.accelerator._models and not hasattr(self, "model_preparation_time"):  # as Trainer, before its first evaluation
+        if not (self.is_in_train or self.state.global_step or hasattr(self, "model_preparation_time")):  # as Trainer, before it trains
             start = time.monotonic()
             self._wrap_model(self.model, training=False)
             self.model_preparation_time = round(time.monotonic() - start, 4)
