@@ -132,16 +132,17 @@ class ObservedModel:
         for module, mode in self._modes:
             module.training = training and mode
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        self._current.forward = observed = _Observed(source_tracker, self._record)
-        try:
-            restored = self._python.restored()  # the code of parts may change objects outside of their shape-only copies
-            with restored, forked(self._parameters, around), torch.no_grad(), source_tracker, collecting_losses() as added:
-                output = self._model(*args, **kwargs)
-                sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)
-        finally:
-            del self._current.forward
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        observed = _Observed(source_tracker, self._record)
+        with self._python.restored():  # the code of parts may change objects outside of their shape-only copies; reads all parameters
+            self._current.forward = observed
+            try:
+                with forked(self._parameters, around), torch.no_grad(), source_tracker, collecting_losses() as added:
+                    output = self._model(*args, **kwargs)
+                    sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)
+            finally:
+                del self._current.forward
+                for buffer, before in buffers:
+                    buffer.copy_(before)
         _refuse_losses(added)
         _refuse_changed_behind(source_tracker.changed_inside)
         _refuse_stale(source_tracker.used & observed.written)
