@@ -32,7 +32,7 @@ from zerobubble.runtime.hooks.gradient_scaling import set_found_inf, unscale_own
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
-from zerobubble.runtime.step.optimizers import Optimizers, kinds_of, optimizers_in, parameters_of
+from zerobubble.runtime.step.optimizers import SAVED_BY, Optimizers, kinds_of, optimizers_in, parameters_of
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.terms import by_rank, each_has
 from zerobubble.runtime.values.buffers import buffers_of, changing_weights, put_buffers
@@ -241,7 +241,7 @@ class PostValidation(StepHook):
         self._options = self._options_now()
 
     def _options_now(self) -> list[dict[str, Any]]:
-        return [{name: _frozen(value) for name, value in group.items()} for group in self.param_groups]
+        return [{name: _frozen(value) for name, value in group.items() if name != SAVED_BY} for group in self.param_groups]
 
     def _versions_now(self) -> dict[Tensor, int]:
         """Returns the version of each kept gradient, which every change in place increases."""
