@@ -137,6 +137,22 @@ def test_sigterm_on_one_rank_stops_all_before_the_same_batch(tmp_path: Path) -> 
         assert (code, printed.count("SIGTERMException after 3 steps")) == (0, 1), printed[-3000:]
 
 
+@pytest.mark.feature("an error of a callback on one rank: one error, no hang")
+def test_a_callback_that_raises_on_one_rank_ends_all_with_its_error(tmp_path: Path) -> None:
+    (code, raised), (other, error) = outcomes(PROGRAM, tmp_path, "--cases", "plain", "--fault", "raise", ranks=2)
+    assert (code, other) == (1, 1)
+    assert "OSError: no space left" in raised
+    last = error[error.rindex("PipelineError: ") :]
+    assert all(part in last for part in ("rank 0", "OSError", "no space left")), last
+
+
+@pytest.mark.feature("trainer.should_stop on one rank: all ranks stop")
+def test_should_stop_on_one_rank_stops_all_at_the_same_batch(tmp_path: Path) -> None:
+    for code, printed in outcomes(PROGRAM, tmp_path, "--cases", "plain", "--fault", "stop", ranks=2):
+        assert code == 0, printed[-3000:]
+    assert len(log(tmp_path, "plain")["rows"]) == 3
+
+
 @pytest.mark.refuses("different batches on the ranks of a pipeline")
 def test_ranks_with_other_batches_are_an_error(tmp_path: Path) -> None:
     for code, error in outcomes(PROGRAM, tmp_path, "--cases", "plain", "--fault", "data", ranks=2):

@@ -348,10 +348,15 @@ class Rows(Callback):
 
     def __init__(self, fault: str | None) -> None:
         self.rows: list[dict[str, float]] = []
+        self.fault = fault
         self.signal = SIGNALS.get(fault or "")
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if outputs else torch.tensor(0.0)
+        if trainer.global_step == 3 and trainer.is_global_zero and self.fault == "raise":
+            raise OSError("no space left")
+        if trainer.global_step == 3 and trainer.is_global_zero and self.fault == "stop":
+            trainer.should_stop = True
         self.rows.append({"loss": float(loss), **{name: float(value) for name, value in trainer.callback_metrics.items()}})
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -405,7 +410,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--resume", help="a checkpoint from which the cases go on")
-    parser.add_argument("--fault", choices=[*SIGNALS, "data"], help="a signal for the last rank in the third step, or other data on ranks")
+    parser.add_argument("--fault", choices=[*SIGNALS, "data", "raise", "stop"], help="a fault of one rank in the third step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

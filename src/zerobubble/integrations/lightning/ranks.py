@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class PipelineRanks:
     _data_parallel_size: int
     _backend: str | None
     _mesh: DeviceMesh | None = None
+    pipeline: Any  # a `zb.Pipeline`, or None
 
     @property
     def root_device(self) -> torch.device:
@@ -92,15 +94,25 @@ class PipelineRanks:
         refuse_loader(dataloader, self.world_size, self.global_rank, self._data_parallel_size)
         return dataloader
 
+    def exchanging(self, doing: str) -> AbstractContextManager[Any]:
+        """Returns a context for a collective of Lightning, in which the failure of another rank raises the first report of any rank."""
+        stack, pipe = ExitStack(), self.pipeline
+        if pipe is not None and pipe._steps.guard.closed is None:
+            stack.enter_context(pipe._steps.guard.during(f"while {doing}"))
+            stack.enter_context(pipe._steps.peers.collective(doing))
+        return stack
+
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized():
-            dist.barrier()
+            with self.exchanging("in a barrier of Lightning"):
+                dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():
             return obj
         shared = [obj]
-        dist.broadcast_object_list(shared, src)
+        with self.exchanging("in a broadcast of Lightning"):
+            dist.broadcast_object_list(shared, src)
         return shared[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -108,7 +120,8 @@ class PipelineRanks:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         decisions = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(decisions)
+        with self.exchanging("in a decision of Lightning"):
+            dist.all_reduce(decisions)
         return int(decisions) == self.world_size if all else bool(decisions)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -124,7 +137,8 @@ class PipelineRanks:
         owned = set() if pipe is None else tensors_of_stages(pipe)
         mine = {index: value for index, value in state["state"].items() if not owned or id(parameters[index]) in owned}
         parts: list[Any] = [None] * self.world_size
-        dist.gather_object(mine, parts if self.global_rank == 0 else None)
+        with self.exchanging("gathering the state of an optimizer"):
+            dist.gather_object(mine, parts if self.global_rank == 0 else None)
         if self.global_rank == 0:
             merged = {index: value for part in reversed(parts) for index, value in part.items()}
             state["state"] = {index: merged[index] for index in sorted(merged)}

@@ -442,10 +442,20 @@ class StepRunner:
         refuse_different_batches(batch, self._group)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Closes the pipeline, on every rank; after an `error`, at once."""
-        if self.pipe is not None:
-            pipe, self.pipe = self.pipe, None
-            pipe.__exit__(None if error is None else type(error), error, None)
+        """Closes the pipeline, on every rank; after an `error`, at once.
+
+        Other ranks may wait in a collective of Lightning: they wake when the process group is destroyed, and then raise the report.
+        """
+        if self.pipe is None:
+            return
+        pipe, self.pipe = self.pipe, None
+        guard = pipe._steps.guard
+        if error is None:
+            pipe.close()
+        elif guard.closed is None:
+            report = guard.report_error(error, "in a method of Trainer, outside the pipeline")
+            dist.destroy_process_group()
+            guard.close_after(error, report.message, report)
 
 
 class _Loss(nn.Module):

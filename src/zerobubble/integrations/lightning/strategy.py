@@ -26,7 +26,7 @@ from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import StepRunner
 from zerobubble.integrations.lightning.settings import Settings
-from zerobubble.integrations.lightning.sigterm import stop_together
+from zerobubble.integrations.lightning.sigterm import share_stop, stop_together
 from zerobubble.integrations.lightning.whole_for_callbacks import WholeForCallbacks
 from zerobubble.integrations.versions import refuse_wrong_versions
 
@@ -194,6 +194,10 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self.runner.share_outside()
 
     on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_end(self) -> None:
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            share_stop(self.lightning_module.trainer)
 
     # Checkpoints: whole, as on one device
 

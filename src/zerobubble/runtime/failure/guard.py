@@ -169,6 +169,10 @@ class FailureGuard:
         rank = self._transport.rank
         return self._watch.publish(FailureReport(rank, action, f"rank {rank} failed {when}: {describe_error(error, self.stages)}"))
 
+    def report_error(self, error: BaseException, when: str) -> FailureReport:
+        """Publishes an `error` of this rank's own code outside of calls, and returns the first report of any rank. Close afterwards."""
+        return self._report(error, when, "")
+
     def close_after(self, error: BaseException, reason: str, report: FailureReport | None = None) -> None:
         """Closes the pipeline because of `error`. An error while closing does not replace it, but becomes a note of it."""
         self._watch.leave_after(error)
