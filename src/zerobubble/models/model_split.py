@@ -47,6 +47,7 @@ from zerobubble.runtime.stage.whole_model import ModelFacts
 from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.released import is_released
+from zerobubble.runtime.without_weights import refuse_copy
 from zerobubble.units import NS_PER_MS, as_bytes
 
 MODEL = either(PIPE, nn.Module, MAKES_A_MODEL, CONFIGURATION, EXPORTED)
@@ -88,6 +89,8 @@ class ModelSplit:
         self._schedule: Schedule | None = None
         self._proofs: dict[int, str] = {}
         self._layers: dict[Machine, tuple[Layer, ...]] = {}
+
+    __deepcopy__ = refuse_copy
 
     def _marked(self, *, chooses: bool) -> ByHand | None:
         """Returns the cuts marked in the model's code by `pipe_split()` of torch.distributed.pipelining, None without marks."""

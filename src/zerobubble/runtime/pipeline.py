@@ -48,7 +48,7 @@ from zerobubble.runtime.survival.survivors import Survival
 from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.transport import Carrier
-from zerobubble.runtime.without_weights import refused
+from zerobubble.runtime.without_weights import refuse_copy, refused
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, named
 
@@ -451,7 +451,7 @@ class Pipeline:
         """Restores what `step_state` returned, on every rank. Raises `InputError` for the state of a hook that is not attached."""
         self._steps.load_state_dict(state)
 
-    state_dict, load_state_dict = refused("state_dict", "save"), refused("load_state_dict", "load")
+    state_dict, load_state_dict, __deepcopy__ = refused("state_dict", "save"), refused("load_state_dict", "load"), refuse_copy
 
     @property
     def recording(self) -> bool:

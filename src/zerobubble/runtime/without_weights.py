@@ -1,4 +1,4 @@
-"""Calls of `nn.Module` that would return or load all weights, which no rank of a pipeline has."""
+"""Calls of `nn.Module` that would return, load or copy all weights, which no rank of a pipeline has."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def refused(method: str, call: str) -> Callable[..., NoReturn]:
     refuse.__name__ = method
     refuse.__doc__ = f"Raises `InputError`: call `zb.{call}`."
     return refuse
+
+
+def refuse_copy(self: object, *_: Any) -> NoReturn:
+    """Raises `InputError`, in place of `__deepcopy__` and `__reduce_ex__`."""
+    raise InputError(
+        "a {got} of a pipeline cannot be copied or pickled: it runs with the other stages and ranks only",
+        got=type(self).__name__,
+        remedy="copy the model before zb.split, or inside zb.gathered(model), and give the copy to zb.split, too; average weights by "
+        "torch._foreach_lerp_(averages, list(pipe.parameters()), weight); save with zb.save",
+    )

@@ -43,6 +43,7 @@ from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.random_state import drawn_seed
+from zerobubble.runtime.without_weights import refuse_copy
 
 Leaves = list[Any]
 """The output of a unit's call as it crosses boundaries: its tensors and constants."""
@@ -280,7 +281,7 @@ def stage_model(
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
     own = {"forward": forward, "_before_tracing": before_tracing, "follow_model": follow_model, "model_parts": model_parts}
-    made.__class__ = with_own(type(model), own)
+    made.__class__ = with_own(type(model), own | {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy})
     return made
 
 
