@@ -256,6 +256,6 @@ def shallow(module: nn.Module) -> nn.Module:
     # An observed model and a released one have bound versions, which refer to their own modules.
     for name in ("named_parameters", "named_modules", "_apply"):
         made.__dict__.pop(name, None)
-    for name in ("_modules", "_parameters", "_buffers", *FORWARD_HOOKS):
+    for name in ("_modules", "_parameters", "_buffers", *FORWARD_HOOKS, "_load_state_dict_pre_hooks"):
         made.__dict__[name] = module.__dict__[name].copy()
     return made
