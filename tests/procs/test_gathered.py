@@ -202,6 +202,8 @@ def refuses(group: Any) -> None:
     assert all(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in model.parameters())
     optimizer.zero_grad(set_to_none=False)
     optimizer.load_state_dict(optimizer.state_dict())
+    stage = pipe.modules[group.rank()]
+    stage.load_state_dict(copy.deepcopy(stage.state_dict()))  # the weights of this rank
     torch.optim.Adagrad(model.parameters()).step()  # an optimizer of all parameters steps those of this rank
     Descent(model.parameters()).step()
     model.requires_grad_(True).train().zero_grad()
@@ -359,6 +361,112 @@ def by_hand(group: Any, way: str) -> None:
 @pytest.mark.parametrize("way", ["trained", "frozen", "loaded"])
 def test_weights_that_change_without_an_optimizer_are_released_in_the_next_step(world: Ranks, way: str) -> None:
     world.run(by_hand, way, ranks=2)
+
+
+def by_hand_updated(parameters: list[Any], way: str) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            change = -0.1 * (torch.ones_like(parameter) if parameter.grad is None else parameter.grad)
+            if way == "in place":
+                parameter += change
+            elif way == "data":
+                parameter.data.add_(change)
+            else:
+                parameter.data = parameter.data + change
+            parameter.grad = None
+
+
+def is_read(group: Any) -> None:
+    """Uses of the model before the next step of a loop without an optimizer."""
+    rank, (x, y) = group.rank(), batch(0)
+    for way in ("in place", "data", "other memory"):
+        model, alone = linear(), linear()
+        pipe = zb.Pipeline(zb.split(model, example=x), "1f1b", MICROBATCHES, nn.functional.mse_loss, group=group)
+        for seed in range(2):
+            pipe.step(*batch(seed))
+            if not seed:
+                assert torch.equal(copy.deepcopy(model)(x), alone(x))  # nothing is stale yet
+                assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+                assert model.state_dict().keys() == alone.state_dict().keys()
+            by_hand_updated(list(pipe.parameters()), way)
+            nn.functional.mse_loss(alone(batch(seed)[0]), batch(seed)[1]).backward()
+            by_hand_updated(list(alone.parameters()), way)
+            uses = {
+                "state_dict": model.state_dict,
+                "forward": lambda model=model: model(x),
+                "deepcopy": lambda model=model: copy.deepcopy(model),
+                "average": lambda model=model: [p.lerp(p, 0.5) for p in model.parameters()],
+            }
+            assert refused(model, rank, dict([list(uses.items())[seed]])) == []
+            assert refused(model, rank, uses) == []
+            with zb.gathered(model):
+                assert error_of(model, alone) < TOLERANCE
+        pipe.step(x, y)
+        by_hand_updated(list(pipe.parameters()), way)
+        pipe.close()
+        assert refused(model, rank, {"closed": model.state_dict}) == []
+
+
+def is_taught(group: Any) -> None:
+    """A mean teacher, whose pipeline only evaluates; `loaded` in the same way on all ranks."""
+    rank, (x, y) = group.rank(), batch(0)
+    student, teacher, alone = linear(), linear(), [linear(), linear()]
+    trains, teaches = (
+        zb.Pipeline(zb.split(model, example=x), "1f1b", MICROBATCHES, nn.functional.mse_loss, group=group) for model in (student, teacher)
+    )
+    optimizers = [torch.optim.SGD(parameters, lr=0.1) for parameters in (trains.parameters(), alone[0].parameters())]
+    state = {name: value + 0.1 for name, value in teacher.state_dict().items()}
+    teacher.load_state_dict(state), alone[1].load_state_dict(state)
+    assert torch.equal(teacher(x), alone[1](x))
+    for step in range(3):
+        loss, _ = teaches.eval_step(x, y)
+        assert abs(loss - nn.functional.mse_loss(alone[1](x), y)) < TOLERANCE
+        trains.step(x, y)
+        nn.functional.mse_loss(alone[0](x), y).backward()
+        assert step > 0 or torch.equal(teacher(x), alone[1](x))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, trained in ((teaches, trains), alone[::-1]):
+                for ours, theirs in zip(mean.parameters(), trained.parameters(), strict=True):
+                    ours.data.lerp_(theirs, 0.5)
+        assert refused(teacher, rank, {"forward": lambda: teacher(x), "state_dict": teacher.state_dict}) == []
+        with zb.gathered(teacher):
+            assert error_of(teacher, alone[1]) < TOLERANCE
+    trains.close(), teaches.close()
+    assert refused(teacher, rank, {"closed": teacher.state_dict}) == []
+    other = linear()
+    with zb.Pipeline(zb.split(other, example=x), "1f1b", MICROBATCHES, nn.functional.mse_loss, group=group) as pipe:
+        pipe.step(x, y)
+    assert all(type(parameter) is nn.Parameter for parameter in other.parameters())
+
+
+def test_weights_that_change_without_an_optimizer_are_never_stale(world: Ranks) -> None:
+    world.run(is_read, ranks=2)
+    world.run(is_taught, ranks=2)
+
+
+def is_copied(group: Any) -> None:
+    model, (x, y) = linear(), batch(0)
+    parts = zb.split(model, example=x)
+    pipe = zb.Pipeline(parts, "1f1b", MICROBATCHES, nn.functional.mse_loss, group=group)
+    stage = pipe.modules[group.rank()]
+    for call in (lambda: copy.deepcopy(stage), lambda: torch.optim.swa_utils.AveragedModel(stage), lambda: pickle.dumps(stage)):
+        with raises(zb.InputError, got=type(stage).__name__):
+            call()
+    with raises(zb.InputError, got="ModelSplit"):
+        copy.deepcopy(parts)
+    with raises(zb.InputError, got="Pipeline"):
+        copy.deepcopy(pipe)
+    average = torch.optim.swa_utils.AveragedModel(model)  # all is whole
+    assert torch.equal(average(x), linear()(x))
+    pipe.step(x, y)
+    pipe.close()
+
+
+def test_copies_of_a_stage_are_refused(world: Ranks) -> None:
+    world.run(is_copied, ranks=2)
 
 
 def again(group: Any) -> None:

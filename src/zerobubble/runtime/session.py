@@ -292,7 +292,7 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
 
 
 def attach_first(session: Session, runner: StepRunner) -> None:
-    """Attaches the first hooks of a pipeline; a fault of any of them is raised on every rank."""
+    """Attaches the first hooks of a pipeline, which may change values; a fault of any of them is raised on every rank."""
     fault = ""
     with session.guard.during("while attaching hooks"):
         for hook in session.first_hooks():
@@ -301,6 +301,7 @@ def attach_first(session: Session, runner: StepRunner) -> None:
             except InputError as error:
                 fault = fault or str(error)
     session.setup_ranks.agree(fault, {})
+    runner.cut_model.watch()
 
 
 def _sharded(ranks: SetupRanks, layout: Layout, setup: Setup) -> ShardedTensors:

@@ -2,6 +2,9 @@
 
 Once an optimizer has stepped, the other ranks' parameters in this model have old values. They are then released (see
 `runtime.values.released`), which also frees their memory, until `zb.gathered` brings the trained values.
+
+Code that trains without an optimizer of torch changes parameters of this rank's stages. Each call of the pipeline looks for such a change.
+Once a pipeline of this process has trained, each use of other ranks' tensors looks, too. A look compares some values, in about 0.3 ms.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from zerobubble.program import Channel
 from zerobubble.runtime.split.stage_with_loss import NAME as LOSS
 from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
 from zerobubble.runtime.values.memory import local_part
-from zerobubble.runtime.values.released import is_released, release
+from zerobubble.runtime.values.released import guard, is_released, release, unguard
 from zerobubble.units import named
 
 _SAMPLED = 32
 """The largest number of parameters, and of values of each, that are compared to find a change."""
+_open: weakref.WeakSet[CutModel] = weakref.WeakSet()
+"""The models of open pipelines."""
 _CUT_FROM: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], ...]] = weakref.WeakKeyDictionary()
 """For each stage, the modules that together have all tensors of the model, under the names that these have in stages."""
 
@@ -62,7 +67,8 @@ class CutModel:
         self._loss = loss_module(loss_fn)
         self._references = {ref for module in modules.values() for ref in _CUT_FROM.get(stage_alone(module), ())}
         self._is_released = False
-        self._watched: tuple[Sequence[Tensor], list[Tensor]] | None = None
+        self._is_guarded = False
+        self._watched: _Watched | None = None
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -93,19 +99,24 @@ class CutModel:
         if self._is_released:
             return
         self._is_released = True
-        own = self.of_stages()
-        ids = {id(of_stage.tensor) for of_stage in own.values()}
-        of_loss = set() if self._loss is None else {id(tensor) for _, tensor in named_tensors(self._loss) if not tensor.requires_grad}
-        for name, tensor in self.tensors():
-            is_buffer = not isinstance(tensor, nn.Parameter)
-            is_kept = id(tensor) in ids or id(tensor) in of_loss or (is_buffer and name in own) or is_released(tensor)
-            if not is_kept:
+        for name, tensor in self._of_others():
+            if not is_released(tensor):
                 tensor.grad = None
                 release(tensor, partial(self._error, name))
         parts = [part for model in self.models for part in model.modules()]
         self._hooks += [part.register_load_state_dict_pre_hook(_refuse_released) for part in parts]  # type: ignore[no-untyped-call]
         for model in self.models:
             model.__dict__["_apply"] = partial(_refuse_or_apply, model)
+
+    def _of_others(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors that only other ranks train, under all of their names."""
+        own = self.of_stages()
+        kept = {id(of_stage.tensor) for of_stage in own.values()}
+        if self._loss is not None:
+            kept |= {id(tensor) for _, tensor in named_tensors(self._loss) if not tensor.requires_grad}
+        for name, tensor in self.tensors():
+            if id(tensor) not in kept and (isinstance(tensor, nn.Parameter) or name not in own):
+                yield name, tensor
 
     def release_before(self, stepped: Iterable[Tensor]) -> None:
         """Releases the tensors if an optimizer is about to step parameters of the model, on this rank or on another."""
@@ -122,23 +133,61 @@ class CutModel:
         """Whether the tensors that only other ranks train are released."""
         return self._is_released
 
-    def watch(self, trained: Sequence[Tensor]) -> None:
-        """Remembers some values of parameters after a training step, of those `trained` on this rank."""
-        self._watched = trained, _sampled(trained)
+    def watch(self, trained: Sequence[Tensor] | None = None) -> None:
+        """Remembers some values of parameters: after a training step, of those `trained` on this rank; otherwise, of the whole model."""
+        if trained is None:
+            _open.add(self)
+            own = [of_stage.tensor for of_stage in self.of_stages().values() if isinstance(of_stage.tensor, nn.Parameter)]
+            others = [tensor for _, tensor in self._of_others() if isinstance(tensor, nn.Parameter) and not is_released(tensor)]
+            self._watched = _Watched(_Sample.of(own), _Sample.of(others))
+        else:
+            self._watched = _Watched(_Sample.of(trained), None)
+            for model in list(_open):
+                model.guard()
+
+    def guard(self) -> None:
+        """Makes every use of other ranks' tensors look for changes first."""
+        if self.is_whole and not self._is_guarded:
+            self._is_guarded = True
+            reference = weakref.ref(self)
+
+            def look() -> None:
+                if (model := reference()) is not None:
+                    model.release_if_changed()
+
+            for _, tensor in self._of_others():
+                guard(tensor, look)
+
+    def close(self) -> None:
+        """Looks for the last time, before the model may train elsewhere."""
+        self.release_if_changed()
+        self._watched, self._is_guarded = None, False
+        _open.discard(self)
+        for _, tensor in self.tensors():
+            unguard(tensor)
 
     def release_if_changed(self) -> None:
-        """Releases the tensors if parameters have changed since `watch`, without an optimizer of torch.
+        """Releases the tensors if parameters of this rank have changed since `watch`, without an optimizer of torch.
 
-        A rank that trains nothing has no optimizer, and releases them at once.
+        A rank that trains nothing has no optimizer, and releases them at once. Before the first training step, a change of the whole model,
+        such as loaded values, is one of all ranks.
         """
-        if self._watched is not None and self.is_whole:
-            trained, before = self._watched
-            if not trained or any(not torch.equal(ours, theirs) for ours, theirs in zip(_sampled(trained), before, strict=True)):
+        if self._watched is None or not self.is_whole:
+            return
+        own, others = self._watched
+        if others is None:
+            if not own.tensors or own.has_changed():
+                self.release()
+        elif own.has_changed():
+            if others.has_changed():
+                self.watch()
+            else:
                 self.release()
 
     def was_gathered(self) -> bool:
         """Notes that the model has trained values until `release` is called again. Returns whether it was released."""
-        was_released, self._is_released, self._watched = self._is_released, False, None
+        was_released, self._is_released, self._is_guarded = self._is_released, False, False
+        self.watch()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -169,10 +218,47 @@ def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
         yield f"{prefix}{name}", tensor
 
 
-def _sampled(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies of the first values of some parameters, spread evenly over all of them."""
-    some = parameters[:: len(parameters) // _SAMPLED + 1]
-    return [local_part(parameter).detach().reshape(-1)[:_SAMPLED].clone() for parameter in some]
+class _Sample(NamedTuple):
+    """What changes with the values of `tensors`: their versions, and the first values of some tensors spread over all of them.
+
+    Writes to `.data` count no version.
+    """
+
+    tensors: Sequence[Tensor]
+    versions: list[int]
+    values: list[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Sample:
+        """Returns a sample of the current values."""
+        plain = [tensor for tensor in tensors if local_part(tensor) is tensor and not tensor.is_inference()]
+        with torch._C.DisableTorchFunctionSubclass():
+            return cls(tensors, [tensor._version for tensor in plain], list(map(_first_values, _spread(tensors))))
+
+    def has_changed(self) -> bool:
+        """Returns whether any tensor has changed."""
+        now = _Sample.of(self.tensors)
+        return now.versions != self.versions or not all(map(_are_equal, now.values, self.values))
+
+
+class _Watched(NamedTuple):
+    """The parameters of this rank, and before the first training step those of other ranks, when they were watched."""
+
+    own: _Sample
+    others: _Sample | None
+
+
+def _spread(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors[:: len(tensors) // _SAMPLED + 1]
+
+
+def _first_values(tensor: Tensor) -> Tensor:
+    return local_part(tensor).detach().reshape(-1)[:_SAMPLED].clone()
+
+
+def _are_equal(ours: Tensor, before: Tensor) -> bool:
+    """Compares values in the current dtype and on the current device, which the whole model may have changed."""
+    return torch.equal(ours, before.to(ours))
 
 
 def _refuse_released(module: nn.Module, *_: Any) -> None:

@@ -307,6 +307,7 @@ class StepRunner:
         Returns the mean loss, None without targets, and the outputs of the microbatches, None on a rank without a last stage.
         """
         executor = self.choose(num_microbatches, trains=False).infer
+        self.cut_model.release_if_changed()
         if self.schedule.is_forward_only:
             self.last = executor
         outputs: list[Any] = [None] * executor.program.num_microbatches
@@ -489,6 +490,7 @@ class StepRunner:
         It does all of this even if a hook raises, and then raises that error.
         """
         with ExitStack() as rest:
+            rest.callback(self.cut_model.close)
             rest.callback(self._losses.clear)
             rest.callback(self.step_hooks.close)
             if self._ordering is not None:

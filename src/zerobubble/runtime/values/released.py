@@ -6,6 +6,8 @@ keep it. Its class becomes a subclass whose `__torch_function__` refuses everyth
 
 Its gradient is that of another rank. Optimizers and the loops of torch, such as `zero_grad`, skip parameters without gradients, so they
 read None. All other code that reads it, such as a norm of the gradients of `model.parameters()`, would get a rank's share, and is refused.
+
+A guarded tensor has its values. Each use of them first calls a function that may release the tensor.
 """
 
 from __future__ import annotations
@@ -36,8 +38,17 @@ class _Release(NamedTuple):
     stride: tuple[int, ...]
 
 
+class _Guard(NamedTuple):
+    """What looks before each use of a guarded tensor, and the class of the tensor before."""
+
+    look: Callable[[], object]
+    kind: type
+
+
 _RELEASED = "_released"
 """The attribute of a released tensor that holds its `_Release`."""
+_GUARDED = "_guarded"
+"""The attribute of a guarded tensor that holds its `_Guard`."""
 
 
 def release(tensor: Tensor, explain: Explain) -> None:
@@ -45,6 +56,7 @@ def release(tensor: Tensor, explain: Explain) -> None:
 
     Memory of subclasses other than DTensor, such as quantized tensors, is not freed.
     """
+    unguard(tensor)
     before = _Release(explain, type(tensor), tuple(tensor.stride()))
     if isinstance(tensor, DTensor):
         tensor._local_tensor = _empty_like(tensor._local_tensor)
@@ -61,6 +73,19 @@ def refill(tensor: Tensor, value: Tensor) -> None:
         tensor._local_tensor = value
     else:
         tensor.data = value
+
+
+def guard(tensor: Tensor, look: Callable[[], object]) -> None:
+    """Makes every use of the values of `tensor` call `look` first. The functions that bypass a released tensor bypass it, too."""
+    if not is_released(tensor) and _GUARDED not in tensor.__dict__:
+        tensor.__dict__[_GUARDED] = _Guard(look, type(tensor))
+        tensor.__class__ = _guarded_kind(type(tensor))
+
+
+def unguard(tensor: Tensor) -> None:
+    """Ends `guard`."""
+    if _GUARDED in tensor.__dict__:
+        tensor.__class__ = tensor.__dict__.pop(_GUARDED).kind
 
 
 def is_released(tensor: Tensor) -> bool:
@@ -244,9 +269,44 @@ def _repr(tensor: Tensor, *, tensor_contents: Any = None) -> str:
     return f"<released {tensor.__dict__[_RELEASED].kind.__name__}: {list(tensor.shape)} of {tensor.dtype} on {tensor.device}>"
 
 
+_BYPASSING = ("as_subclass", "__reduce_ex__", "__deepcopy__", "to_local", "full_tensor", "redistribute")
+"""Methods that read values without `__torch_function__`."""
+
+
 @cache
 def _released_kind(kind: type) -> type:
     """Returns the class of released tensors of this class."""
     bypassing = ("as_subclass", "__reduce_ex__", "__deepcopy__", "to_local", "full_tensor", "redistribute")
     refused = {name: _refuse_method for name in bypassing if hasattr(kind, name)}
     return type(f"Released{kind.__name__}", (kind,), {**refused, "__torch_function__": classmethod(_refuse_values), "__repr__": _repr})
+
+
+def _look_before(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Runs `func` with tensors of their classes before `guard`, after a look if it reads values."""
+    kwargs = kwargs or {}
+    guarded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and _GUARDED in leaf.__dict__]
+    overwrites = func in (Tensor.copy_, _set_data, _set_gradient)
+    if not overwrites and _rules().get(func) not in (_run, _of_strides, _read_gradient):
+        guarded[0].__dict__[_GUARDED].look()
+    guards = [(tensor, tensor.__dict__[_GUARDED].look) for tensor in guarded if not is_released(tensor)]
+    for tensor, _ in guards:
+        unguard(tensor)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for tensor, look in guards:
+            guard(tensor, look)
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _look_before(type(tensor), lambda tensor: getattr(tensor, name)(*args, **kwargs), (), (tensor,))
+
+    return method
+
+
+@cache
+def _guarded_kind(kind: type) -> type:
+    """Returns the class of guarded tensors of this class."""
+    looking = {name: _looking(name) for name in _BYPASSING if hasattr(kind, name)}
+    return type(f"Guarded{kind.__name__}", (kind,), {**looking, "__torch_function__": classmethod(_look_before)})
