@@ -276,8 +276,7 @@ _BYPASSING = ("as_subclass", "__reduce_ex__", "__deepcopy__", "to_local", "full_
 @cache
 def _released_kind(kind: type) -> type:
     """Returns the class of released tensors of this class."""
-    bypassing = ("as_subclass", "__reduce_ex__", "__deepcopy__", "to_local", "full_tensor", "redistribute")
-    refused = {name: _refuse_method for name in bypassing if hasattr(kind, name)}
+    refused = {name: _refuse_method for name in _BYPASSING if hasattr(kind, name)}
     return type(f"Released{kind.__name__}", (kind,), {**refused, "__torch_function__": classmethod(_refuse_values), "__repr__": _repr})
 
 
