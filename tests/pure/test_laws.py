@@ -251,11 +251,6 @@ def test_one_module_names_devices() -> None:
 # Style that a linter does not check.
 
 
-def test_files_are_short() -> None:
-    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in FILES}
-    assert {file: length for file, length in lengths.items() if length > 500} == {}
-
-
 def undescribed(code: ast.Module) -> list[str]:
     """The public names of a file without a docstring, and the file itself."""
     defined = [node for node in code.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")]
