@@ -208,7 +208,7 @@ class TrainerLoss:
         return {name: self._fitting(candidates, name, probe, before.get(name, candidates)) for name in names}
 
     def _rows(self, inputs: Any, candidates: list[Rule]) -> list[int]:
-        """Returns the samples of a batch that tell most."""
+        """Returns the samples of a batch that distinguish the most rules."""
         samples = [samples_of(inputs, [row], self._dims) for row in range(num_samples(inputs, self._dims))]
         return telling_samples(samples, candidates, extremes(inputs, self._trainer.label_names or ()))
 
