@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.background import BackgroundSaves
+from zerobubble.runtime.checkpoint.contents import state_of
 from zerobubble.runtime.checkpoint.names import Names, are_of_one_model, refuse_taken
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.pipeline import Pipeline
@@ -83,7 +84,7 @@ class CheckpointedPipeline:
 
     def names(self) -> Names:
         """Returns the names under which the stages of all ranks are saved; all ranks call it."""
-        mine = {stage: list(module.state_dict()) for stage, module in self.modules.items()}, names_of_heads(self.modules.values())
+        mine = {stage: list(state_of(module)) for stage, module in self.modules.items()}, names_of_heads(self.modules.values())
         of_ranks = self.gather(mine, "comparing the names of parameters")
         setup = self._session.setup
         is_whole_model = setup.is_cut_model or are_of_one_model([names for names, _ in of_ranks], setup.tied)

@@ -45,12 +45,17 @@ def parameters_by_name(modules: Mapping[int, nn.Module], names: Names) -> Iterat
             yield _name(names, stage, name, marks.get(name)), parameter
 
 
+def state_of(module: nn.Module) -> Mapping[str, Any]:
+    """Returns the state of a stage by name. A `state_dict` that the user has set on the model is for exports, and is not called."""
+    return type(module).state_dict(module)
+
+
 def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, Tensor]:
     """Returns parameters and buffers by key. Raises `InputError` for a state that is not a tensor."""
     found = {}
     for stage, module in sorted(modules.items()):
         marks = marks_in(module)
-        for name, value in module.state_dict().items():
+        for name, value in state_of(module).items():
             if not isinstance(value, Tensor):
                 message = "{name!r} in the state of stage {stage} is {got}, but a checkpoint holds tensors only"
                 raise InputError(message, name=name, stage=stage, got=with_article(type(value).__name__))
@@ -64,7 +69,7 @@ def model_keys(modules: Mapping[int, nn.Module], names: Names) -> list[str]:
         f"model.{_name(names, stage, name, marks.get(name))}"
         for stage, module in modules.items()
         for marks in [marks_in(module)]
-        for name in module.state_dict()
+        for name in state_of(module)
     ]
 
 
