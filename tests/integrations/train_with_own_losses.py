@@ -149,13 +149,24 @@ def mean_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
     return token_losses(outputs.logits, labels)
 
 
+def model_with_own_state_dict() -> Any:
+    """A model with a `state_dict` that has what is to be exported, as scripts for adapters set it."""
+    model = language_model()
+    whole = model.state_dict
+    model.state_dict = lambda *args, **kwargs: {name: value for name, value in whole(*args, **kwargs).items() if "mlp" in name}
+    return model
+
+
 class FlagsOfOneRank(TrainerCallback):
-    """Evaluates after the first step and stops after the third, by flags that the first rank sets."""
+    """Evaluates after the first and third step and stops after the third, by flags that the first rank sets."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             control.should_evaluate |= state.global_step == 1
-            control.should_training_stop |= state.global_step == 3
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and "loss" in logs and state.global_step == 3:
+            control.should_evaluate = control.should_training_stop = True
 
 
 class RaisesOnOneRank(TrainerCallback):
@@ -362,6 +373,24 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
                     parameter.grad.clamp_(-2e-2, 2e-2)
             return loss
 
+    class Penalized(Mean):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            for parameter in getattr(self, "pipeline", self.model).parameters():
+                parameter.grad.add_(parameter.detach(), alpha=0.1)
+            return loss
+
+    class ReadsWeights(Mean):
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            return token_losses(logits, labels) + 0.05 * sum(parameter.square().sum() for parameter in self.model.parameters())
+
+    class Headed(Mean):
+        """Trains a module that is not in the model."""
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD([*self.model.parameters(), *nn.Linear(2, 2).parameters()], lr=self.args.learning_rate)
+            return self.optimizer
+
     class ByHand(Mean):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             loss = self.compute_loss(model, inputs)
@@ -400,6 +429,8 @@ CASES: dict[str, dict[str, Any]] = {
     "speech": {"kind": "Trainer", "model": speech_model, "data": speech},
     "flags of one rank": {"kind": "Mean", "callbacks": [FlagsOfOneRank]},
     "gradients by value": {"kind": "Clamped", "callbacks": [ClipsValues]},
+    "penalty": {"kind": "Penalized", "settings": {"gradient_accumulation_steps": 2}},
+    "own state_dict": {"kind": "Mean", "model": model_with_own_state_dict, "settings": {"save_strategy": "steps", "save_steps": 2}},
     "optimizer of the model": {"kind": "Mean", "optimizer": torch.optim.SGD},
     "contrastive, one microbatch": {"kind": "Contrastive", "data": full_tokens, "microbatches": 1},
     "generated": {"kind": "Generated", "model": sequence_model, "settings": {"predict_with_generate": True, "generation_max_length": 8}},
@@ -421,13 +452,17 @@ REFUSED: dict[str, dict[str, Any]] = {
     "collected": {"kind": "Collected"},
     "drawn": {"kind": "Drawn", "data": full_tokens},
     "by hand": {"kind": "ByHand"},
+    "optimizer of another module": {"kind": "Headed"},
 }
 """What is refused before the first step."""
 DRAWN: dict[str, dict[str, Any]] = {
     "drawn with weights": {"kind": "Drawn", "data": full_tokens, "loss_weight": lambda inputs: len(inputs["labels"])},
 }
 """What draws random numbers for each microbatch."""
-RAISING: dict[str, dict[str, Any]] = {"raised on one rank": {"kind": "Mean", "callbacks": [RaisesOnOneRank]}}
+RAISING: dict[str, dict[str, Any]] = {
+    "raised on one rank": {"kind": "Mean", "callbacks": [RaisesOnOneRank]},
+    "penalty in compute_loss": {"kind": "ReadsWeights", "data": full_tokens},
+}
 """What ends with an error of one rank."""
 
 

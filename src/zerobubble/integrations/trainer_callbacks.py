@@ -15,7 +15,8 @@ from transformers import TrainerControl
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 SHARED = ("on_train_begin", "on_step_end", "on_substep_end", "on_epoch_end", "on_evaluate", "on_save")
-"""The events that all ranks reach in the same order. `Trainer.log`, the cause of `on_log`, may run on one rank only."""
+"""The events that all ranks reach in the same order. `Trainer.log`, the cause of `on_log`, may run on one rank only: `share` is called for
+the log of a step."""
 
 
 class SharedCallbacks:
@@ -43,10 +44,14 @@ class SharedCallbacks:
             return control
         if event == "on_train_begin":
             self._exchanges = any(self._of_all([self._has_own_callbacks()], event))
+        self.share(control, event)
+        return control
+
+    def share(self, control: TrainerControl, event: str) -> None:
+        """Sets the flags of `control` that a rank has set in `event`. All ranks call it."""
         if self._exchanges:
             for flag, value in zip(FLAGS, self._of_all([getattr(control, flag) for flag in FLAGS], event), strict=True):
                 setattr(control, flag, value)
-        return control
 
     def _has_own_callbacks(self) -> bool:
         """Returns whether this rank has a callback of which Transformers does not know that it does the same on all ranks."""

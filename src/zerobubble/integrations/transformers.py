@@ -35,7 +35,7 @@ from zerobubble.integrations.trainer_example import example_of
 from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
 from zerobubble.integrations.trainer_options import wrong_options
 from zerobubble.integrations.versions import refuse_wrong_versions
-from zerobubble.integrations.whole_model import from_last_stage
+from zerobubble.integrations.whole_model import from_last_stage, replaced
 from zerobubble.models.observation.example import TAKES_SUMS
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.options import ALIKE
@@ -118,7 +118,7 @@ class PipelineMixin(_Trainer):
         self._num_replicas, self._replica = self._replicas()
         self._pipeline_size = dist.get_world_size() // self._num_replicas
         self.accelerator.prepare_data_loader = self._prepare_data_loader
-        SharedCallbacks(self)
+        self._callbacks = SharedCallbacks(self)
         self._same_stages = self._group_of_same_stages()
         self.accelerator.gather_for_metrics = partial(gather_over_replicas, self._same_stages, self.accelerator)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -218,27 +218,24 @@ class PipelineMixin(_Trainer):
     # The model and its optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if training and self.optimizer is not None:
+            self._keep_parameters_of_stages()
         return _Stages(self.pipeline, self.model, self._output_of_batch)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer of this rank's parameters."""
         super().create_optimizer(model if self.optimizer is not None else _Stages(self.pipeline, self.model, self._output_of_batch))
-        self._keep_parameters_of_stages()
         return self.optimizer
 
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Makes both. A subclass may have made the optimizer."""
-        super().create_optimizer_and_scheduler(num_training_steps)
-        self._keep_parameters_of_stages()
-
     def _keep_parameters_of_stages(self) -> None:
-        """Takes the parameters of other ranks' stages from the optimizer. Users make it of all parameters of the model."""
+        """Takes the parameters of other ranks' stages from the optimizer, which a subclass may have made of all parameters."""
         own = {id(parameter) for parameter in self.pipeline.parameters()}
         others = {id(parameter) for parameter in self.model.parameters()} - own
         for group in self.optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in others]
         if {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]} - own:
-            raise InputError("the optimizer has parameters that are not those of trainer.model", remedy="make it of model.parameters()")
+            remedy = "make it of model.parameters(), and what else is trained, such as a head of the trainer, a module of the model"
+            raise InputError("the optimizer has parameters that are not those of trainer.model", remedy=remedy)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Returns the names in the whole model of the parameters with weight decay."""
@@ -302,6 +299,20 @@ class PipelineMixin(_Trainer):
             return items * self._pipeline_size  # Trainer has divided the number of this rank by the number of ranks with this batch
         return items
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Logs, evaluates and saves like Trainer. A flag that a callback sets in `on_log` of a step on one rank counts on all."""
+        log, is_due = self.log, self.control.should_log and self.state.global_step > self._globalstep_last_logged
+
+        def shared_log(*args: Any, **kwargs: Any) -> None:
+            nonlocal is_due
+            log(*args, **kwargs)
+            if is_due:  # later calls are logs of the evaluation
+                is_due = False
+                self._callbacks.share(self.control, "on_log")
+
+        with replaced(self, log=shared_log):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
     # Evaluation
 
     def prediction_step(
@@ -331,14 +342,15 @@ class PipelineMixin(_Trainer):
         logits = logits[0] if len(logits) == 1 else logits
         return loss, logits, labels[0] if labels is not None and len(labels) == 1 else labels
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates like Trainer. To generate, every rank gathers the whole model."""
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates like Trainer, on all ranks. To generate, every rank gathers the whole model."""
         if not (self.is_in_train or self.state.global_step or hasattr(self, "model_preparation_time")):  # as Trainer, before it trains
             start = time.monotonic()
             self._wrap_model(self.model, training=False)
             self.model_preparation_time = round(time.monotonic() - start, 4)
+        self.pipeline._steps.gather(None, f"starting the {description.lower()} of Trainer")  # an error if a rank does not
         with self._gathering(everywhere=True) if self._generates else nullcontext():
-            return super().evaluation_loop(*args, **kwargs)
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
 
     @property
     def _generates(self) -> bool:
