@@ -96,6 +96,13 @@ def test_an_error_of_a_callback_on_one_rank_ends_all_ranks(pipelined: Path) -> N
     assert "no space left" in second["text"]
 
 
+def test_a_loss_of_weights_of_other_ranks_ends_all_ranks_with_the_remedy(pipelined: Path) -> None:
+    for rank in (0, 1):
+        error = result(pipelined, "penalty in compute_loss", rank)
+        assert (error["error"], error["fields"]["rank"]) == ("PipelineError", "1"), error
+        assert "self.pipeline.parameters()" in error["text"]
+
+
 @pytest.mark.feature("random numbers in compute_loss")
 def test_the_model_and_the_loss_see_the_same_random_numbers(pipelined: Path) -> None:
     found = result(pipelined, "drawn with weights")

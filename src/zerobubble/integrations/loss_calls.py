@@ -22,6 +22,11 @@ from zerobubble.integrations.lone_calls import collectives_refused, numbers_of
 from zerobubble.integrations.whole_model import CalledError, equal_arguments, raise_called, replaced
 from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_generators, states_restored
 
+PENALTIES = (
+    "for a penalty on parameters, let training_step add its gradients to the gradients of self.pipeline.parameters(), after "
+    "super().training_step(...)"
+)
+"""What to do in place of a `compute_loss` that reads parameters of other ranks."""
 LOGGED, ATTRIBUTE = "logged ", "self."
 
 
@@ -163,6 +168,8 @@ class LossCalls:
         accelerator, model = trainer.accelerator, trainer.model
         remedy = "gather with self.accelerator.gather, which joins the replicas"
         with ExitStack() as stack:
+            if trainer._pipe is not None:
+                stack.enter_context(replaced(trainer._pipe._steps.cut_model, instead=PENALTIES))
             stack.enter_context(replaced(model, training=batch.trains))
             stack.enter_context(replaced(trainer, log=lambda logs, *args, **kwargs: rows.append(dict(logs))))
             stack.enter_context(replaced(accelerator, gather=trainer._gather_among_replicas, reduce=trainer._reduce_among_replicas))

@@ -54,12 +54,13 @@ class CutModel:
 
     Attributes:
         remedy: How a training framework saves the model, for errors.
+        instead: What to do instead of using values, for errors. By default, to gather the model.
         pipe: How the user's code names the pipeline, for errors.
         opened: The channels through which weights were gathered before.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], rank: int, loss_fn: object = None) -> None:
-        self.remedy = ""
+        self.remedy = self.instead = ""
         self.pipe = "pipe"
         self.opened: set[Channel] = set()
         self._modules = modules
@@ -196,7 +197,8 @@ class CutModel:
         return was_released
 
     def _error(self, name: str, what: str) -> InputError:
-        remedy = f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed"
+        gathers = f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed"
+        remedy = self.instead or gathers
         if what == "gradient":
             remedy = (
                 f"loop over {self.pipe}.parameters(), the parameters of this rank, for what changes each gradient alone, and call "
