@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class PipelineRanks:
     _data_parallel_size: int
     _backend: str | None
     _mesh: DeviceMesh | None = None
+    _barrier_group: dist.ProcessGroup | None = None
     pipeline: Any  # a `zb.Pipeline`, or None
 
     @property
@@ -105,7 +107,16 @@ class PipelineRanks:
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized():
             with self.exchanging("in a barrier of Lightning"):
-                dist.barrier()
+                dist.barrier(self._barrier_group)
+
+    @contextmanager
+    def on_one_rank(self) -> Iterator[None]:
+        """A context that one rank of each pipeline enters: barriers wait for replicas only."""
+        self._barrier_group = self.mesh.get_group("dp")
+        try:
+            yield
+        finally:
+            self._barrier_group = None
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():

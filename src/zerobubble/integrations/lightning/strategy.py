@@ -8,6 +8,7 @@ gather them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
+from zerobubble.integrations.lightning.prediction_writers import written_once
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import StepRunner
@@ -69,6 +71,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self._backend = process_group_backend
         self._runner: StepRunner | None = None
         self._is_interrupted = False
+        self._writers = ExitStack()
         self.num_nodes = 1
         refuse_options(self._settings, data_parallel_size)
 
@@ -139,6 +142,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self._share_random_states()
         refuse_callbacks(trainer.callbacks)
         stop_together(trainer)
+        is_first = self.mesh.get_local_rank("pp") == 0
+        self._writers = written_once(trainer.callbacks, self.on_one_rank if is_first else None)
         if not any(isinstance(callback, WholeForCallbacks) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, WholeForCallbacks())
 
@@ -225,6 +230,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             self._runner.close(exception)
 
     def teardown(self) -> None:
+        self._writers.close()
         if self._runner is not None:
             self._runner.close()
         module: pl.LightningModule | None = self.lightning_module
