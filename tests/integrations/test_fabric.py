@@ -17,7 +17,7 @@ from tests.integrations.ranks import outcomes, run_program
 from tests.integrations.train_with_lightning import STEPS, network
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
-from zerobubble import InputError
+from zerobubble import InputError, PipelineError
 from zerobubble.integrations.lightning import PipelineStrategy as StrategyOfTrainer
 from zerobubble.integrations.lightning.fabric import PipelineStrategy
 
@@ -214,7 +214,17 @@ def test_a_loss_that_is_no_mean_over_samples_is_an_error(loss_fn: Any) -> None:
 
 
 def test_a_loss_that_draws_random_numbers_is_compared_with_equal_draws() -> None:
+    """No step moves the generator of the loop, which shuffles batches: only the last rank computes losses."""
     assert len(losses_of(dropping)) == 4
+    moved = torch.get_rng_state()
+    losses_of(summed, loss_weight="sum")
+    assert torch.equal(torch.get_rng_state(), moved)
+
+
+def test_a_loss_that_draws_from_a_generator_of_its_own_is_an_error() -> None:
+    generator = torch.Generator()
+    with raises((InputError, PipelineError), "loss_fn", "torch.Generator"):
+        losses_of(lambda output, targets: (output * torch.rand(len(output), 1, generator=generator)).mean())
 
 
 @pytest.mark.feature("at most three changed lines")

@@ -7,7 +7,8 @@ gets the order of its own entries. What the code draws after the call is drawn f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,12 +18,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerobubble.errors import InputError
+
 
 class Draw(NamedTuple):
-    """Random numbers of one call, and whether they are a permutation."""
+    """Random numbers of one call, whether they are a permutation, and whether they come from a generator of the user."""
 
     values: Tensor
     permutes: bool
+    is_own: bool = False
 
 
 Replacement = Callable[[int, Draw], Tensor | None]
@@ -35,19 +39,30 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, draws: list[Draw], replacement: Replacement | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws, self._replacement = draws, replacement
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context whose draws are not those of this one."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if self._is_paused or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        generator = kwargs.get("generator") if self._replacement is not None else None
+        own = kwargs.get("generator")
+        generator = own if self._replacement is not None else None
         state = None if generator is None else generator.get_state()
         returned = func(*args, **kwargs)
         if generator is not None and state is not None:
             generator.set_state(state)
         for leaf in pytree.tree_leaves(returned):
             if isinstance(leaf, Tensor):
-                draw = Draw(leaf, func.overloadpacket is torch.ops.aten.randperm)
+                draw = Draw(leaf, func.overloadpacket is torch.ops.aten.randperm, own not in (None, torch.default_generator))
                 values = None if self._replacement is None else self._replacement(len(self._draws), draw)
                 if values is not None:
                     leaf.copy_(values)
@@ -61,12 +76,14 @@ class BatchDraws:
 
     Attributes:
         sizes: The numbers of samples of the microbatches.
+        name: The user's function that draws.
         whole: What is drawn for the whole batch before the call of the network.
         parts: What is drawn for each microbatch, in order: before the call, and after it.
         fault: What a run for a microbatch draws that is no part of what the whole batch draws; empty if there is no such draw.
     """
 
     sizes: Sequence[int]
+    name: str = "training_step"
     whole: list[Draw] = field(default_factory=list)
     parts: dict[int, list[Draw]] = field(default_factory=dict)
     fault: str = ""
@@ -75,10 +92,23 @@ class BatchDraws:
         """Returns a context that draws for the whole batch, up to the call of the network."""
         return Drawing(self.whole)
 
-    def of_microbatch(self, index: int) -> Drawing:
-        """Returns a context that draws for one microbatch."""
+    def of_microbatch(self, index: int, *, in_loss: bool = False) -> Drawing:
+        """Returns a context that draws for one microbatch. `in_loss`: whether it goes on after the call of the network."""
         self.parts[index] = []
-        return Drawing(self.parts[index], lambda number, draw: self._part(index, number, draw))
+
+        def part(number: int, draw: Draw) -> Tensor | None:
+            if in_loss and draw.is_own and number >= len(self.whole):
+                self._refuse_own_generator()
+            return self._part(index, number, draw)
+
+        return Drawing(self.parts[index], part)
+
+    def _refuse_own_generator(self) -> None:
+        raise InputError(
+            "{name} draws from a torch.Generator after the call of the network, where only the rank of the last stage runs it",
+            name=self.name,
+            remedy="draw from torch's default generator, or before the call of the network",
+        )
 
     def joined(self) -> Drawing:
         """Returns a context in which the whole batch draws what the microbatches have drawn."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples, refuse_different_batches
-from zerobubble.integrations.lightning.comparison import Fault
+from zerobubble.integrations.lightning.comparison import Fault, is_compared
 from zerobubble.integrations.lightning.microbatch_losses import MicrobatchLosses
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse, refuse_fabric, refuse_optimizers, refuse_options, wrapping_faults
@@ -26,6 +26,7 @@ from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import from_last_stage
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.step.batch import sample_slices
+from zerobubble.runtime.values.random_state import states_restored
 
 
 class PipelineStrategy(PipelineRanks, ParallelStrategy):
@@ -120,7 +121,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             inputs: The arguments of the module: a tensor, a tuple or a dict, with the samples in the first dimension.
             targets: The second argument of `loss_fn`, of the same number of samples.
         """
-        if not self._losses.num_steps:
+        if is_compared(self._losses.num_steps + 1):
             refuse_different_batches((inputs, targets), self.mesh.get_group("pp"))
         pipe, count = self._pipeline(inputs), self._count(inputs)
         pipe._steps.cut_model.release()
@@ -129,7 +130,9 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             is_due = self._losses.begin(sizes)
             loss = pipe.step(inputs, targets, num_microbatches=count)
             if is_due:
-                fault = from_last_stage(pipe, self._losses.fault(), self.mesh.get_group("pp"), self.root_device)
+                with states_restored(None, self.root_device):  # only the last rank draws
+                    fault = self._losses.fault()
+                fault = from_last_stage(pipe, fault, self.mesh.get_group("pp"), self.root_device)
                 if fault is not None:
                     raise Fault(**fault).error("loss_fn")
         return loss

@@ -45,7 +45,7 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
         """Begins a training step with microbatches of these sizes, and returns whether it is compared."""
         self.num_steps += 1
         self._keeps = is_compared(self.num_steps) and len(sizes) > 1
-        self._sizes, self._calls, self._draws = sizes, [], BatchDraws(sizes)
+        self._sizes, self._calls, self._draws = sizes, [], BatchDraws(sizes, "loss_fn")
         return self._keeps
 
     def __call__(self, output: Any, targets: Any) -> Tensor:
@@ -53,7 +53,7 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
         if not self._keeps:
             loss = super().__call__(output, targets)
         else:
-            with self._draws.of_microbatch(len(self._calls)):
+            with self._draws.of_microbatch(len(self._calls), in_loss=True):
                 loss = super().__call__(output, targets)
             self._calls.append((pytree.tree_map_only(Tensor, torch.Tensor.detach, output), targets, float(loss.detach())))
         return loss * len(self._sizes) if self._is_sum and torch.is_grad_enabled() else loss
