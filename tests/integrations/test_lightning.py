@@ -14,7 +14,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -99,6 +99,23 @@ def test_weights_in_callbacks_and_checkpoints_are_those_of_one_device(case: str,
     assert (log(pipelined, case)["refused"], log(reference, case)["refused"]) == (True, False)
 
 
+@pytest.mark.feature("BasePredictionWriter")
+def test_predictions_are_written_once(pipelined: Path, reference: Path) -> None:
+    ours, theirs = (sorted((folder / "evaluation").glob("predicted-*.pt")) for folder in (pipelined, reference))
+    assert [file.name for file in ours] == [file.name for file in theirs]
+    assert {file.name for file in ours} == {"predicted-0.pt", *(f"predicted-{batch}-0.pt" for batch in range(3))}
+    for file, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.load(file), torch.load(other), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.feature("random numbers after the network in training_step")
+def test_gradients_and_logs_by_hand_are_of_the_same_draws_on_all_ranks(tmp_path: Path) -> None:
+    train(tmp_path, "--cases", "late by hand", ranks=2)
+    rows = log(tmp_path, "late by hand")["rows"]
+    assert len(rows) == STEPS
+    assert max(row["spread"] for row in rows) < 1e-6
+
+
 @pytest.mark.feature("replicas")
 def test_two_replicas_of_two_ranks_train_as_one_device(reference: Path, tmp_path: Path) -> None:
     train(tmp_path, "--replicas", "2", "--cases", "accumulation", "manual", ranks=4)
@@ -180,7 +197,7 @@ def test_arguments_of_trainer_that_do_not_fit_are_named_at_once() -> None:
             trainer(PipelineStrategy(schedule, microbatches))
 
 
-@pytest.mark.refuses("DDP wrapping", "torch.compile", "LBFGS", "a DistributedSampler over all ranks", "ModelPruning")
+@pytest.mark.refuses("DDP wrapping", "torch.compile", "LBFGS", "a DistributedSampler over all ranks", "ModelPruning", "BatchSizeFinder")
 def test_modules_that_do_not_fit_are_named_at_once() -> None:
     module = Classifier()
     module.compiled = torch.compile(nn.Linear(2, 2), backend="eager")
@@ -189,8 +206,8 @@ def test_modules_that_do_not_fit_are_named_at_once() -> None:
         PipelineStrategy("zb-h1", 8, network="heart").connect(module)
     with raises(InputError, "LBFGS"):
         refuse_optimizers([torch.optim.LBFGS(module.model.parameters())])
-    with raises(InputError, "ModelPruning"):
-        refuse_callbacks([ModelPruning("l1_unstructured")])
+    with raises(InputError, "ModelPruning", "BatchSizeFinder"):
+        refuse_callbacks([ModelPruning("l1_unstructured"), BatchSizeFinder()])
     data = TensorDataset(torch.ones(8, 1))
     with raises(InputError, argument="sampler", got=4, expected="2 replicas"):
         refuse_loader(DataLoader(data, sampler=DistributedSampler(data, 4, 1)), world_size=4, rank=1, num_replicas=2)
@@ -332,9 +349,11 @@ def test_a_number_that_is_no_mean_over_microbatches_is_an_error(step: Any, state
         (lambda self, x: self.model(x + torch.tensor(np.random.randn(*x.shape)).float()).mean(), "on_after_batch_transfer"),
         (lambda self, x: (self.model(x) + self.model(x)).mean(), "self.model"),
         (lambda self, x: x.mean(), "self.model"),
+        (lambda self, x: (self.model(x) * torch.rand(len(x), 1, generator=torch.Generator())).mean(), "torch.Generator"),
+        (lambda self, x: {"loss": (output := self.model(x)).mean(), "largest": output.max()}, "largest"),
         (lambda self, x: {"answers": self.model(x)}, "'loss'"),
     ],
-    ids=["a mean of the batch", "rows of NumPy", "two calls", "no call", "no loss"],
+    ids=["a mean of the batch", "rows of NumPy", "two calls", "no call", "a late generator", "a returned maximum", "no loss"],
 )
 def test_a_training_step_that_cannot_be_cut_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
     with raises((InputError, PipelineError), "training_step", stated):

@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import lightning
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BasePredictionWriter,
     Callback,
     DeviceStatsMonitor,
     EarlyStopping,
@@ -102,10 +104,15 @@ class Evaluated(Classifier):
         self.log_dict({"train_loss": loss, "mean": logits.detach().mean()})
         self.log("largest", logits.max().detach(), reduce_fx="max")
         self.log("train_accuracy", self.train_accuracy, on_epoch=True)
-        return {"loss": loss, "answers": logits.argmax(-1)}
+        right = logits.argmax(-1) == y
+        found = {"share": right.double().mean(), "rights": right.sum(), "count": len(x), "number": loss.item(), "labels": y.tolist()}
+        return {"loss": loss, "answers": logits.argmax(-1), "found": found}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("answers", outputs["answers"].float().mean())
+        found = outputs["found"]
+        self.log_dict({name: float(found[name]) for name in ("share", "rights", "count", "number")})
+        self.log("labels", float(sum(place * label for place, label in enumerate(found["labels"]))))
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
@@ -248,6 +255,30 @@ class DrawnByHand(Drawn):
         self.log("train_loss", loss)
 
 
+class LateByHand(Classifier):
+    """Draws a factor for each sample and each step after it calls the network, and compares them with the gradients on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, _ = batch
+        output, optimizer = self.model(x), self.optimizers()
+        factors = torch.randn(len(x), 1) * random.random() + np.random.rand() * torch.rand(())
+        optimizer.zero_grad()
+        self.manual_backward((output * factors).mean())
+        numbers = [float(factors.mean())]
+        if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+            numbers.append(float(self.model[-1].bias.grad.sum()))
+        optimizer.step()
+        if dist.is_initialized():
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, numbers)
+            numbers = [number for of_one in of_ranks for number in of_one]
+        self.log("spread", max(numbers) - min(numbers))
+
+
 class Denoiser(Classifier):
     """Draws noise before it calls the network, named by its argument, and uses it after."""
 
@@ -316,6 +347,27 @@ CASES = {
 }
 
 
+OTHERS = {"late by hand": Case(LateByHand)}
+"""Cases that draw other numbers than one device."""
+
+
+class Writer(BasePredictionWriter):
+    """Writes predictions as in Lightning's documentation: a file for each rank."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("batch_and_epoch")
+        self.folder = folder
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        torch.save(prediction, self.folder / f"predicted-{batch_idx}-{trainer.global_rank}.pt")
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        trainer.strategy.barrier()
+        torch.save(torch.cat(predictions), self.folder / f"predicted-{trainer.global_rank}.pt")
+
+
 class WeightsInUse(Callback):
     """Uses the weights of the module in the middle of training, and at its end on the first rank alone."""
 
@@ -377,7 +429,7 @@ def loader(count: int, seed: int, replicas: int, order: str) -> DataLoader[Any]:
 
 def train(folder: Path, name: str, replicas: int = 1, resume: str | None = None, fault: str | None = None) -> None:
     """Trains a case: in a pipeline under torchrun, else on one device."""
-    case, ranks = CASES[name], int(os.environ.get("WORLD_SIZE", 0))
+    case, ranks = {**CASES, **OTHERS}[name], int(os.environ.get("WORLD_SIZE", 0))
     lightning.seed_everything(0, verbose=False)
     strategy: dict[str, Any] = {"devices": 1}
     if ranks:
@@ -388,7 +440,7 @@ def train(folder: Path, name: str, replicas: int = 1, resume: str | None = None,
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     settings = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", **quiet, **case.arguments(folder)}
     uses = WeightsInUse(folder)
-    settings["callbacks"] = [*settings.get("callbacks", []), rows, uses]
+    settings["callbacks"] = [*settings.get("callbacks", []), rows, uses, Writer(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     trainer = lightning.Trainer(max_steps=STEPS, default_root_dir=folder, **settings, **strategy)
     module, train_data = case.module(), loader(SAMPLES, trainer.global_rank if fault == "data" else 0, replicas, case.order)

@@ -38,7 +38,7 @@ class Fault(NamedTuple):
     parts: float = 0.0
     whole: float = 0.0
     is_sum: bool = False
-    kind: Literal["number", "state", "inputs", "draws"] = "number"
+    kind: Literal["number", "state", "inputs", "draws", "returned"] = "number"
     draws: bool = False
 
     def error(self, name: str) -> InputError:
@@ -48,11 +48,16 @@ class Fault(NamedTuple):
         message, remedy = {
             "state": (
                 "{name} changes {what}, and a pipeline runs it several times for each batch",
-                "change it in on_train_batch_start or on_train_batch_end, whose outputs['loss'] is the loss of the batch",
+                "change it in on_train_batch_start or on_train_batch_end, whose outputs['loss'] is the loss of the batch, and put a batch "
+                "norm into the network",
             ),
             "inputs": (
                 "{name} calls {what} with other inputs for the whole batch than for its microbatches",
                 f"compute them from each sample alone, or for the whole batch in {self._place(name)}",
+            ),
+            "returned": (
+                "{name} returns a dict whose {what} does not follow from those of microbatches",
+                "return one value for each sample, a mean or a sum, and compute the rest in on_train_batch_end",
             ),
             "draws": ("{name} draws {what}, which are no parts of these", f"draw them in {self._place(name)}"),
         }[self.kind]

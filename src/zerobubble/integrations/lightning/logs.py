@@ -130,10 +130,11 @@ def _merged(name: str, found: list[tuple[Entry, float]], metrics: dict[int, str]
         return Entry(name, _state_of(last.value, metrics.get(id(last.value), ""), found, weights), options)
     values = [torch.as_tensor(entry.value) for entry, _ in found]
     reduce_fx = {"": options.get("reduce_fx", "mean"), "sum": "sum"}.get(rule, "mean")
-    return Entry(name, _reduced(values, weights, reduce_fx).cpu(), options)
+    return Entry(name, reduced(values, weights, reduce_fx).cpu(), options)
 
 
-def _reduced(values: list[Tensor], weights: list[float], reduce_fx: str | Callable[..., Any]) -> Tensor:
+def reduced(values: list[Tensor], weights: list[float], reduce_fx: str | Callable[..., Any]) -> Tensor:
+    """Returns the number that `reduce_fx` makes of those of microbatches; "mean" weights them."""
     stacked = torch.stack(values)
     known: dict[Any, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.max, "min": torch.min}
     if callable(reduce_fx) and reduce_fx is not torch.mean:
@@ -150,7 +151,7 @@ def _state_of(metric: Metric, attribute: str, found: list[tuple[Entry, float]], 
     caches = [entry.cache for entry, _ in found if isinstance(entry.cache, Tensor) and not entry.cache.ndim]
     state = state_of(metric)
     if len(caches) == len(found):
-        state["_forward_cache"] = _reduced(caches, weights, "mean")
+        state["_forward_cache"] = reduced(caches, weights, "mean")
     return MetricState(attribute, state)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -137,9 +137,12 @@ def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
 
 
 def refuse_callbacks(callbacks: list[pl.Callback]) -> None:
-    """Refuses callbacks that change the modules which the stages use."""
-    if any(isinstance(callback, ModelPruning) for callback in callbacks):
-        refuse(["ModelPruning, which replaces parameters of stages: prune the module before fit"])
+    """Refuses callbacks that change the modules which the stages use, or need one process."""
+    faults = {
+        ModelPruning: "ModelPruning, which replaces parameters of stages: prune the module before fit",
+        BatchSizeFinder: "BatchSizeFinder, which tries batches in one process: give the batch size to the data loader",
+    }
+    refuse([fault for kind, fault in faults.items() if any(isinstance(callback, kind) for callback in callbacks)])
 
 
 def wrapping_faults(module: nn.Module) -> list[str]:

@@ -33,6 +33,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches
 from zerobubble.integrations.lightning.comparison import Fault, inputs_differ
 from zerobubble.integrations.lightning.draws import BatchDraws
+from zerobubble.integrations.lightning.extras import joined
 from zerobubble.integrations.lightning.isolation import isolated, nothing
 from zerobubble.integrations.lightning.logs import Entry, MetricState, Parts, StepMessages, counts_of, merged, updated
 from zerobubble.integrations.lightning.settings import Settings
@@ -76,6 +77,7 @@ class StepRunner:
         self._given: list[Arguments] = []
         self._outputs: list[Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
+        self._states_after_call: RandomStates | None = None
         self.pipe: zb.Pipeline | None = None
 
     # Training
@@ -92,7 +94,7 @@ class StepRunner:
         step = self._begun(batch, rest, share)
         step.counts = counts_of(self._module)
         loss = self._trained(step, self._arguments_of_all(step), clears=clears)
-        found = (self._entries(step), join_outputs(step.extras)) if self._is_last else None
+        found = (self._entries(step), joined(step.extras, self._parts(step), self._whole.rules_of_extras)) if self._is_last else None
         entries, extras = self._messages.shared(found, self._last_rank)
         for entry in entries:
             if entry.name:
@@ -114,13 +116,19 @@ class StepRunner:
             if self._is_first and not equal_arguments(self._form(args, kwargs), join_outputs(arguments)):
                 raise Fault(self._name, kind="inputs").error(self._training_step)
             outputs: list[Any] = [None] * len(step.sizes)
-            with own_forward(self.network), metrics_copied(self._module):
+            with own_forward(self.network), metrics_copied(self._module), draws.paused():
                 self._trained(step, arguments, clears=False, outputs=outputs)
-            return self._from_last_stage(join_outputs(outputs) if self._is_last else None)
+            parts = step.draws.parts if step.draws.follow_the_call else None
+            output, parts = self._from_last_stage((join_outputs(outputs), parts) if self._is_last else None)
+            step.draws.parts = parts or step.draws.parts
+            self._states_after_call = RandomStates.now(self._device)
+            self._seed_rest(step, 0)
+            return output
 
         if step.states is not None:
             step.states.set()
-        with replaced(self.network, forward=forward), step.draws.joined():
+        draws = step.draws.joined()
+        with replaced(self.network, forward=forward), draws:
             return self._module.training_step(batch, *rest)
 
     def put_gradients(self) -> None:
@@ -136,6 +144,9 @@ class StepRunner:
             elif gradient is not None:
                 parameter.grad.add_(gradient)
         self._gradients = None
+        if self._states_after_call is not None:  # the losses of microbatches end here, with the numbers that they draw
+            self._states_after_call.set()
+            self._states_after_call = None
 
     def _begun(self, batch: Any, rest: tuple[Any, ...], share: float) -> Step:
         samples, most = num_samples(batch), self._settings.num_microbatches
@@ -218,8 +229,9 @@ class StepRunner:
 
         if self._outputs is not None:
             self._outputs[index] = _detached(output)
+        draws = step.draws.of_microbatch(index, in_loss=True)
         states = nullcontext() if step.states is None else states_restored(step.states, self._device)
-        with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]), step.draws.of_microbatch(index):
+        with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]), draws:
             loss, extras = loss_of(self._module, step.microbatches[index], step.rest)
         step.losses[index] = loss.detach()
         step.extras[index] = _detached(extras) if extras else {}
@@ -229,7 +241,8 @@ class StepRunner:
     def _refuse_second_call(self, calls: int) -> None:
         if calls > 1:
             message = "training_step calls {name} more than once, and a pipeline runs it once for each microbatch"
-            raise InputError(message, name=self._name, remedy="concatenate the inputs of both calls")
+            remedy = "concatenate the inputs of both calls; networks that train against each other, as in a GAN, need a zb.Pipeline each"
+            raise InputError(message, name=self._name, remedy=remedy)
 
     def _refuse_other_arguments(self, index: int, arguments: Arguments) -> None:
         """Raises `InputError` if both runs of `training_step` call the network with different arguments."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.comparison import Fault, are_near, is_compared, loss_fault, tolerance_of
+from zerobubble.integrations.lightning.extras import learn_rules
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated
 from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, merged
 from zerobubble.integrations.lightning.step import Step
@@ -31,12 +32,13 @@ from zerobubble.runtime.values.random_state import states_restored
 
 @dataclass
 class WholeBatch:
-    """Runs `training_step` of `module`, whose `network` is cut, for whole batches. `rules` has how each logged value follows from parts."""
+    """Runs `training_step` of `module`, whose `network` is cut, for whole batches. `rules` have how logs and extras follow from parts."""
 
     module: pl.LightningModule
     device: torch.device
     rules: dict[str, str]
     num_steps: int = 0
+    rules_of_extras: dict[str, str] = field(default_factory=dict)
 
     def is_due(self) -> bool:
         """Counts a step, and returns whether to compare it."""
@@ -69,7 +71,8 @@ class WholeBatch:
             stack.enter_context(isolated(self.module, entries))
             stack.enter_context(replaced(network, forward=forward))
             stack.enter_context(step.draws.joined())
-            loss, _ = loss_of(self.module, step.batch, step.rest)
+            loss, returned = loss_of(self.module, step.batch, step.rest)
+            extras = pytree.tree_map_only(Tensor, Tensor.detach, returned)
         if changed:
             return Fault(changed[0], kind="state")
         if len(parts.losses) == 1:
@@ -81,7 +84,11 @@ class WholeBatch:
             return Fault(step.draws.fault, kind="draws")
         tolerance = tolerance_of(output)
         is_random = any(step.draws.parts.values()) or step.states is not None
-        return loss_fault(float(loss.detach()), parts, tolerance, draws=is_random) or self._log_fault(entries, parts, tolerance)
+        return (
+            loss_fault(float(loss.detach()), parts, tolerance, draws=is_random)
+            or self._log_fault(entries, parts, tolerance)
+            or learn_rules(step.extras, extras, parts, self.rules_of_extras, tolerance)
+        )
 
     def _log_fault(self, entries: Sequence[Entry], parts: Parts, tolerance: float) -> Fault | None:
         for entry in entries:
