@@ -111,7 +111,7 @@ class ShapeOnlyUnit:
         with self._shared.lock:
             found = self._shared.find(self.name, key) if is_shared else None
             if found is None:
-                self.unit.train(training)
+                _set_mode(self.unit, training)
                 with _disable_current_modes(), torch.no_grad(), _named_in_errors(self.name):
                     found, read = self._shared.run(self.unit, lambda: self._find_out(key, given))
                 if is_shared and key not in self._by_numbers:
@@ -207,6 +207,12 @@ def _named_in_errors(unit: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in part {unit!r}")
         raise
+
+
+def _set_mode(unit: nn.Module, training: bool) -> None:
+    """Sets the mode of a unit without its `train`, which may compute with weights, such as to merge an adapter."""
+    for module in unit.modules():
+        module.training = training
 
 
 def shape_only_units(units: Mapping[str, nn.Module]) -> dict[str, ShapeOnlyUnit]:
