@@ -8,6 +8,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -49,6 +50,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     owners = list(owners_of(parameters))
     for runner, _ in owners:
         _refuse_whole_model(optimizer, runner)
+        _refuse_within_backward(optimizer, runner)
     if trained := [runner for runner, _ in owners if runner.guard.closed is None]:
         refuse_other_stages_state(optimizer, trained)
     for runner, stepped in owners:
@@ -66,6 +68,18 @@ def _refuse_whole_model(optimizer: Optimizer, runner: StepRunner) -> None:
             optimizer=type(optimizer).__name__,
             ranks=runner.num_ranks,
             remedy="use an optimizer that computes the step of each parameter by itself, such as AdamW, SGD or Muon",
+        )
+
+
+def _refuse_within_backward(optimizer: Optimizer, runner: StepRunner) -> None:
+    """Raises `InputError` if `optimizer` steps in a hook of a backward pass that has the gradients of one of several microbatches."""
+    count = runner.schedule.num_microbatches
+    if count > 1 and torch._C._current_graph_task_id() != -1 and runner.guard.closed is None:
+        raise InputError(
+            "{optimizer} steps within a backward pass, which has the gradients of one of {num_microbatches} microbatches",
+            optimizer=type(optimizer).__name__,
+            num_microbatches=count,
+            remedy="call its step() after pipe.step, and remove the hook that calls it",
         )
 
 
