@@ -34,6 +34,7 @@ from zerobubble.runtime.failure.user_code import user_place, with_place
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.changed_copies import ChangedCopies, watched_copies
 from zerobubble.runtime.hooks.equal_optimizers import EqualOptimizers
+from zerobubble.runtime.hooks.equal_values import EqualValues
 from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.scaled_gradients import ScaledGradients
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
@@ -157,7 +158,8 @@ class Session:
         if self.replicas is not None:
             sums = [self.replicas.earlier, *sums, self.replicas]
         optimizers = EqualOptimizers([*self.shared.shared_with_others(), *(self.replicas.shared_with_others() if self.replicas else ())])
-        sums = [*([self.copies] if self.copies.is_needed else []), *sums, *([optimizers] if optimizers.is_needed else [])]
+        values = EqualValues(self.shared.shared_with_others())
+        sums = [*([self.copies] if self.copies.is_needed else []), *sums, *(hook for hook in (optimizers, values) if hook.is_needed)]
         if self.options.scale == GRADIENTS:
             scaled = ScaledGradients(self.setup.stages.modules, self.setup.gradients)
             sums = [scaled.earlier, *sums, scaled]

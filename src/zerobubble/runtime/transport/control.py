@@ -27,6 +27,7 @@ class Topic(Enum):
     BATCH = 8
     ORDER = 9
     OPTIMIZERS = 10
+    COPIES = 11
 
 
 class ControlPayload(Protocol):
