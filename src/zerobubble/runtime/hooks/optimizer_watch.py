@@ -73,8 +73,8 @@ def _refuse_whole_model(optimizer: Optimizer, runner: StepRunner) -> None:
 
 def _refuse_within_backward(optimizer: Optimizer, runner: StepRunner) -> None:
     """Raises `InputError` if `optimizer` steps in a hook of a backward pass that has the gradients of one of several microbatches."""
-    count = runner.schedule.num_microbatches
-    if count > 1 and torch._C._current_graph_task_id() != -1 and runner.guard.closed is None:
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    if is_in_backward and runner.guard.closed is None and (count := runner.schedule.num_microbatches) > 1:
         raise InputError(
             "{optimizer} steps within a backward pass, which has the gradients of one of {num_microbatches} microbatches",
             optimizer=type(optimizer).__name__,
