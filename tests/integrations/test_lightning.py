@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -318,6 +320,18 @@ def logged(self: Any, x: Tensor) -> Tensor:
     return loss
 
 
+def perplexity(self: Any, x: Tensor) -> Tensor:
+    loss = timed(self, x)
+    self.log("perplexity", math.exp(float(loss)))
+    return loss
+
+
+def timed(self: Any, x: Tensor) -> Any:
+    loss = spread(self, x)
+    self.log("time", time.perf_counter())
+    return loss
+
+
 def counted(self: Any, x: Tensor) -> Tensor:
     self.count = getattr(self, "count", 0) + 1
     return self.model(x).square().mean()
@@ -332,13 +346,19 @@ def counted(self: Any, x: Tensor) -> Tensor:
         (weighted, "loss_weight"),
         (lambda self, x: mixed(self, x, torch.tensor([1.0, 5.0, 1.0, 1.0, 1.0])), "on_after_batch_transfer"),
         (logged, "'root'"),
+        (perplexity, "'perplexity'"),
         (counted, "self.count"),
     ],
-    ids=["a sum", "a root", "class weights", "mixed class weights", "a logged root", "a counter"],
+    ids=["a sum", "a root", "class weights", "mixed class weights", "a logged root", "a logged number", "a counter"],
 )
 def test_a_number_that_is_no_mean_over_microbatches_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
     with raises(InputError, "training_step", stated):
         one_rank.fit(Faulty(step), data())
+
+
+def test_a_time_is_logged_as_a_mean(one_rank: lightning.Trainer) -> None:
+    one_rank.fit(Faulty(lambda self, x: {"loss": timed(self, x), "end": time.perf_counter()}), data())
+    assert one_rank.callback_metrics["time"] <= time.perf_counter()
 
 
 @pytest.mark.refuses("two calls of the network in training_step")

@@ -68,7 +68,7 @@ class Fault(NamedTuple):
 
     def _number_error(self, name: str) -> InputError:
         if self.what != LOSS:
-            remedy = "log it in validation_step, or log a torchmetrics Metric with on_step=False, on_epoch=True"
+            remedy = "log it in validation_step or on_train_batch_end, or log a torchmetrics Metric with on_step=False, on_epoch=True"
         elif self.is_sum:
             remedy = 'give PipelineStrategy(loss_weight="sum")'
         else:

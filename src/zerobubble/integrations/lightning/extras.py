@@ -34,13 +34,28 @@ def joined(extras: Sequence[Mapping[str, Any]], parts: Parts, rules: Mapping[str
 
 
 def learn_rules(
-    extras: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], parts: Parts, rules: dict[str, str], tolerance: float, place: str = ""
+    extras: Sequence[Mapping[str, Any]],
+    runs: Sequence[Mapping[str, Any]],
+    parts: Parts,
+    rules: dict[str, str],
+    tolerance: float,
+    place: str = "",
 ) -> Fault | None:
-    """Sets the rules with which `extras` of microbatches give those of the `whole` batch. Returns a fault for a value without a rule."""
-    for name, value in whole.items():
+    """Sets the rules with which `extras` of microbatches give those of the whole batch. Returns a fault for a value without a rule.
+
+    Args:
+        extras: The values of microbatches.
+        runs: The values of two equal runs for the whole batch. A number of Python that differs between them, such as a time, is averaged.
+        parts: The sizes and weights of the microbatches.
+        rules: The rules by the places of values.
+        tolerance: The relative difference that rounding explains.
+        place: The place of the values.
+    """
+    for name, value in runs[0].items():
         values, inside = [of_one.get(name) for of_one in extras], f"{place}[{name!r}]"
+        again = runs[1].get(name)
         if isinstance(value, Mapping) and all(isinstance(of_one, Mapping) for of_one in values):
-            fault = learn_rules(values, value, parts, rules, tolerance, inside)  # type: ignore[arg-type]
+            fault = learn_rules(values, (value, again), parts, rules, tolerance, inside)  # type: ignore[arg-type]
             if fault is not None:
                 return fault
             continue
@@ -48,7 +63,7 @@ def learn_rules(
         fitting = next((rule for rule in tried if _are_alike(_by(rule, values, parts), value, tolerance)), None)
         if fitting is not None:
             rules[inside] = fitting
-        elif not isinstance(value, float):  # a number of Python may be a time
+        elif not isinstance(value, float) or value == again:
             return Fault(inside, kind="returned")
         else:
             rules[inside] = "mean"

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +28,29 @@ from zerobubble.integrations.lone_calls import numbers_of, unchanged
 from zerobubble.integrations.whole_model import replaced
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import states_restored
+
+
+class Run(NamedTuple):
+    """What one call of `training_step` for the whole batch does.
+
+    Attributes:
+        loss: Its loss.
+        extras: What it returns in addition to the loss.
+        entries: What it logs.
+        changed: The names of the attributes and buffers that it changes.
+        has_inputs: Whether it calls the network with the arguments of the microbatches.
+    """
+
+    loss: Tensor
+    extras: dict[str, Any]
+    entries: list[Entry]
+    changed: list[str]
+    has_inputs: bool
+
+    @property
+    def has_plain_floats(self) -> bool:
+        """Whether it logs or returns numbers of Python, which may be times."""
+        return any(isinstance(leaf, float) for leaf in pytree.tree_leaves([self.extras, [entry.value for entry in self.entries]]))
 
 
 @dataclass
@@ -56,6 +79,27 @@ class WholeBatch:
             called: Returns whether the arguments of the network are those of the microbatches.
         """
         output = join_outputs([pytree.tree_map_only(Tensor, _leaf, output) for output in outputs])
+        whole = self._run(network, step, output, called)
+        if whole.changed:
+            return Fault(whole.changed[0], kind="state")
+        if len(parts.losses) == 1:
+            return None
+        if not whole.has_inputs:
+            name = next(name for name, child in self.module.named_modules() if child is network)
+            return Fault(f"self.{name or 'forward'}", kind="inputs")
+        if step.draws.fault:
+            return Fault(step.draws.fault, kind="draws")
+        again = self._run(network, step, output, called) if whole.has_plain_floats else whole
+        tolerance = tolerance_of(output)
+        is_random = any(step.draws.parts.values()) or step.states is not None
+        return (
+            loss_fault(float(whole.loss), parts, tolerance, draws=is_random)
+            or self._log_fault(whole.entries, again.entries, parts, tolerance)
+            or learn_rules(step.extras, (whole.extras, again.extras), parts, self.rules_of_extras, tolerance)
+        )
+
+    def _run(self, network: nn.Module, step: Step, output: Any, called: Callable[..., bool]) -> Run:
+        """Runs `training_step` once for the batch, where the call of the network returns `output`."""
         entries: list[Entry] = []
         has_inputs = True
 
@@ -71,35 +115,20 @@ class WholeBatch:
             stack.enter_context(isolated(self.module, entries))
             stack.enter_context(replaced(network, forward=forward))
             stack.enter_context(step.draws.joined())
-            loss, returned = loss_of(self.module, step.batch, step.rest)
-            extras = pytree.tree_map_only(Tensor, Tensor.detach, returned)
-        if changed:
-            return Fault(changed[0], kind="state")
-        if len(parts.losses) == 1:
-            return None
-        if not has_inputs:
-            name = next(name for name, child in self.module.named_modules() if child is network)
-            return Fault(f"self.{name or 'forward'}", kind="inputs")
-        if step.draws.fault:
-            return Fault(step.draws.fault, kind="draws")
-        tolerance = tolerance_of(output)
-        is_random = any(step.draws.parts.values()) or step.states is not None
-        return (
-            loss_fault(float(loss.detach()), parts, tolerance, draws=is_random)
-            or self._log_fault(entries, parts, tolerance)
-            or learn_rules(step.extras, extras, parts, self.rules_of_extras, tolerance)
-        )
+            loss, extras = loss_of(self.module, step.batch, step.rest)
+        return Run(loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, extras), entries, changed, has_inputs)
 
-    def _log_fault(self, entries: Sequence[Entry], parts: Parts, tolerance: float) -> Fault | None:
-        for entry in entries:
-            if isinstance(entry.value, Metric) or sum(other.name == entry.name for other in entries) > 1:
+    def _log_fault(self, entries: Sequence[Entry], again: Sequence[Entry], parts: Parts, tolerance: float) -> Fault | None:
+        """Returns the first logged number that follows by no rule. A number of Python that another run logs differently is none."""
+        for entry, other in zip(entries, again, strict=False):
+            if isinstance(entry.value, Metric) or sum(others.name == entry.name for others in entries) > 1:
                 continue
             whole = float(entry.value)
             values = {rule: self._by(rule, entry.name, parts) for rule in (self.rules.get(entry.name, ""), *RULES)}
             fitting = [rule for rule, value in values.items() if value is not None and are_near(value, whole, tolerance, [value])]
             if fitting:
                 self.rules[entry.name] = fitting[0]
-            elif isinstance(entry.value, Tensor):
+            elif isinstance(entry.value, Tensor) or entry.value == other.value:
                 return Fault(f"the logged value {entry.name!r}", values[""] or 0.0, whole)
         return None
 
