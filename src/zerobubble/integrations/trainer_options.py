@@ -21,7 +21,10 @@ def wrong_options(args: Any, model: nn.Module, mesh: DeviceMesh | None) -> list[
         "fsdp": (args.fsdp, 'give a mesh with "dp" in pipeline_options'),
         "deepspeed": (args.deepspeed, "leave it out; the pipeline needs no engine"),
         "fp16": (args.fp16, "use bf16=True"),
-        "torch_compile": (args.torch_compile, 'give pipeline_options={"split": "compiled"}'),
+        "torch_compile": (
+            args.torch_compile,
+            'give pipeline_options={"split": "compiled", "timeout": 1800}, above the seconds of a compilation',
+        ),
         "parallelism_config": (args.parallelism_config, "give a mesh in pipeline_options"),
         "dispatch_batches": (args.accelerator_config.dispatch_batches, "leave it out; every rank loads its own batches"),
         "split_batches": (args.accelerator_config.split_batches, "leave it out; per_device_train_batch_size is that of a replica"),
