@@ -6,7 +6,9 @@ The stages run one after the other, each made from its own copy of the model, as
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -584,6 +586,45 @@ def test_weights_that_code_outside_of_a_part_rescales_are_rescaled_on_the_stage_
             module.train(training)
         assert torch.equal(evaluated(stages, x), whole(x))
     assert whole.layers[3].b.weight.equal(stages[1].layers[3].b.weight)
+
+
+class DropsLayers(Layers):
+    """Skips layers at random in training, between its parts or `inside` of them."""
+
+    inside = False
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.inside or not self.training or random.random() < 0.5:
+                x = layer(x).tanh()
+        result: Tensor = self.head(x)
+        return result
+
+    forward = body
+
+
+class Dropped(Block):
+    def forward(self, x: Tensor) -> Any:
+        return x if self.training and random.random() < 0.5 else super().forward(x)
+
+
+class DropsInside(DropsLayers):
+    inside = True
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(Dropped() for _ in range(4))
+
+
+def test_layers_are_skipped_at_random_inside_of_parts_only() -> None:
+    x = batch()[0][0]
+    for kind in (DropsLayers, DropsInside):
+        model = made(kind)
+        split = zb.split(model, example=x)
+        stages = [split(stage, 2) for stage in range(2)]
+        random.seed(1)
+        with raises(zb.InputError, "layers.2") if kind is DropsLayers else nullcontext():
+            for _ in range(20):
+                evaluated(stages, x)
 
 
 def test_a_parameter_of_two_parts_that_code_outside_rescales_is_refused() -> None:

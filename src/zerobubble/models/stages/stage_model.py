@@ -48,6 +48,8 @@ from zerobubble.runtime.without_weights import refuse_copy
 Leaves = list[Any]
 """The output of a unit's call as it crosses boundaries: its tensors and constants."""
 
+_SELECTS = "the model's code selects its parts by values of its inputs or by random numbers, which a cut model does not support"
+_SELECT_INSIDE = "decide inside the part, whose forward may return its input"
 _ARGS, _KWARGS, _CROSSED, _SEED = _MESSAGE = ("_zb_args", "_zb_kwargs", "_zb_crossed", "_zb_seed")
 """Names of the values that a stage sends to the next: the model's arguments, the outputs of units that cross the boundary, and the seed of
 shared random numbers, None without any. The names cannot clash with the model's own arguments, which `step` may pass along with them.
@@ -117,9 +119,10 @@ class StageForward:
         found = self.made.get(call, self._received.get(call))
         if found is None:
             raise InputError(
-                "{call} did not run with this microbatch: the model's code selects its parts by values of its inputs, which a "
-                "cut model does not support",
+                "{call} did not run with this microbatch: {reason}",
                 call=str(call),
+                reason=_SELECTS,
+                remedy=_SELECT_INSIDE,
             )
         return found
 
@@ -128,9 +131,10 @@ class StageForward:
         self._counts[unit] += 1
         if call not in self._flow.calls:
             raise InputError(
-                "{call} runs with this microbatch and did not run with others like it: the model's code selects its parts by "
-                "values of its inputs, which a cut model does not support",
+                "{call} runs with this microbatch and did not run with others like it: {reason}",
                 call=str(call),
+                reason=_SELECTS,
+                remedy=_SELECT_INSIDE,
             )
         return call
 
