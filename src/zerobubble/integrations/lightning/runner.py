@@ -241,7 +241,10 @@ class StepRunner:
     def _refuse_second_call(self, calls: int) -> None:
         if calls > 1:
             message = "training_step calls {name} more than once, and a pipeline runs it once for each microbatch"
-            remedy = "concatenate the inputs of both calls; networks that train against each other, as in a GAN, need a zb.Pipeline each"
+            remedy = (
+                "join the inputs of both calls sample by sample, as torch.stack((a, b), 1).flatten(0, 1); networks that train against each "
+                "other, as in a GAN, need a zb.Pipeline each"
+            )
             raise InputError(message, name=self._name, remedy=remedy)
 
     def _refuse_other_arguments(self, index: int, arguments: Arguments) -> None:
