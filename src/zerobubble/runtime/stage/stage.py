@@ -156,6 +156,7 @@ class Stage:
         self.begin(meter)
         with self.splitter.stepping(), shadowing(self._recomputed_parts or {}, self._python_state_of):
             yield
+        self._unsaved_reads.end()
 
     def _python_state_of(self, module: nn.Module) -> PythonState:
         """Returns the Python state of the module, or of a part of it, whose forwards R runs again. The first call finds its places."""
