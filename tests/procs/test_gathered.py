@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.nn.utils import prune
 
 import zerobubble as zb
 from tests.device import cpu_only
@@ -581,3 +582,43 @@ def test_a_released_parameter_is_the_same_object_when_it_is_refilled() -> None:
     optimizer.step()
     assert torch.equal(weight, torch.full((2, 3), 0.9))
     assert torch.equal(pickle.loads(pickle.dumps(layer)).weight, weight)
+
+
+def layers_of(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def prune_globally(model: nn.Module, amount: float) -> None:
+    prune.global_unstructured([(layer, "weight") for layer in layers_of(model)], prune.L1Unstructured, amount=amount)
+
+
+def pruned(group: Any) -> float:
+    """The largest difference from one device of a model that is pruned twice by the magnitude of all of its weights."""
+    model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))).double()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    one, loss_fn, error = OneDevice(model), Loss(), 0.0
+    prune_globally(model, 0.1)
+    prune_globally(one.model, 0.1)
+    with zb.Pipeline(zb.split(model, example=batch(0)[0][:2]), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            pipe.step(*batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+            one.step(*batch(step))
+            if step == 1:
+                layer = next(layer for layer in layers_of(model) if is_released(layer.weight_orig))
+                with raises(zb.InputError, rank=group.rank()):
+                    layer.weight.count_nonzero()
+                with zb.gathered(model):
+                    prune_globally(model, 0.3)
+                prune_globally(one.model, 0.3)
+        with zb.gathered(model):
+            error = error_of(model, one.model)
+    return error
+
+
+def test_weights_that_are_pruned_over_the_whole_model_are_those_of_one_device(world: Ranks) -> None:
+    assert max(world.run(pruned, ranks=2)) < TOLERANCE

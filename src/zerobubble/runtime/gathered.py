@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.hooks.optimizer_watch import watched_runners
 from zerobubble.runtime.pipeline import Pipeline
-from zerobubble.runtime.stage.cut_model import StageTensor, named_tensors
+from zerobubble.runtime.stage.cut_model import StageTensor, derived_tensors, named_tensors
 from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.values.buffers import changing_weights
 from zerobubble.runtime.values.memory import local_part
@@ -162,7 +163,7 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
     """Copies the values of the ranks that train them into the tensors of `model`, where `wanted`. All ranks call it."""
     with runner.guard.during("in gathered"):
         runner.settle()
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        tensors = dict(chain(model.named_parameters(), model.named_buffers(), derived_tensors(model)))
         names = _names_in_stages(runner, tensors)
         held = _held_by(runner, tensors, names)
         mine = {name: _Held(stage, tuple(local_part(tensor).shape), tensor.dtype) for name, (stage, tensor) in held.items()}

@@ -29,6 +29,8 @@ from zerobubble.units import named
 
 _SAMPLED = 32
 """The largest number of parameters, and of values of each, that are compared to find a change."""
+_DERIVED_FROM = ("_orig", "_v")
+"""Endings of the parameters from which `torch.nn.utils.prune`, `spectral_norm` and `weight_norm` compute an attribute."""
 _open: weakref.WeakSet[CutModel] = weakref.WeakSet()
 """The models of open pipelines."""
 _CUT_FROM: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], ...]] = weakref.WeakKeyDictionary()
@@ -215,9 +217,20 @@ class CutModel:
 
 
 def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters and buffers of `module`, under all of their names with a `prefix`."""
-    for name, tensor in chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+    """Yields the parameters and buffers of `module`, under all of their names with a `prefix`, and then what `derived_tensors` yields."""
+    kept = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for name, tensor in chain(kept, derived_tensors(module)):
         yield f"{prefix}{name}", tensor
+
+
+def derived_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the attributes that torch computes from a parameter before each forward, such as pruned weights, with their names."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name in part._parameters:
+            derived, _, ending = name.rpartition("_")
+            tensor = part.__dict__.get(derived)
+            if f"_{ending}" in _DERIVED_FROM and isinstance(tensor, Tensor):
+                yield f"{path}.{derived}" if path else derived, tensor
 
 
 class _Sample(NamedTuple):

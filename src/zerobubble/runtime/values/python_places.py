@@ -217,14 +217,15 @@ class Elements(Place):
         self._last: Content = ()
 
     def read(self) -> Content:
-        version = self.owner._version
-        if not self._last or version != self._last[0]:
-            self._last = version, self.owner.detach().clone() if self._is_copied else None
+        with torch._C.DisableTorchFunctionSubclass():  # a released tensor refuses other uses
+            version = self.owner._version
+            if not self._last or version != self._last[0]:
+                self._last = version, self.owner.detach().clone() if self._is_copied else None
         return self._last
 
     def write(self, content: Content) -> None:
-        if content[0] != self.owner._version:
-            with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if content[0] != self.owner._version:
                 self.owner.copy_(self.copy_in(content))
 
     def copy_in(self, content: Content) -> Tensor:
