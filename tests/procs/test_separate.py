@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="the device needs a C++ compiler"),
 ]
 ROOT = Path(__file__).parents[2]
-FILES = ("accelerator", "divided_models", "fsdp", "graph_guard", "mesh", "post_validation", "shared_draws", "staged")
+FILES = ("accelerator", "divided_models", "fsdp", "graph_guard", "mesh", "placed_stages", "post_validation", "shared_draws", "staged")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, cast, overload
 
+import torch
 from torch import nn
 from torch.distributed.pipelining import Pipe
 
@@ -40,6 +41,7 @@ from zerobubble.models.stages.stage_model import stage_model
 from zerobubble.models.stages.torch_pipe import PIPE, PipeStages
 from zerobubble.partition import Layer, LayerCut, cut_layers
 from zerobubble.planning import Plan
+from zerobubble.runtime.device import move
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.user_code import keep_only_user_code
 from zerobubble.runtime.stage.cut_model import note_model
@@ -87,6 +89,7 @@ class ModelSplit:
             self._fine: Look = self._looked_at(self._blocks) if inside_blocks else (self._units, self._flow)
         self._memory = memory
         self._schedule: Schedule | None = None
+        self._device: torch.device | None = None
         self._proofs: dict[int, str] = {}
         self._layers: dict[Machine, tuple[Layer, ...]] = {}
 
@@ -119,13 +122,15 @@ class ModelSplit:
     def __repr__(self) -> str:
         return f"<ModelSplit of {type(self._model).__name__}: {len(self._units.units)} parts>"
 
-    def for_schedule(self, schedule: Schedule, first_parts: Sequence[str] = ()) -> ModelSplit:
+    def for_schedule(self, schedule: Schedule, first_parts: Sequence[str] = (), device: torch.device | str | None = None) -> ModelSplit:
         """Returns this split for the stages of `schedule`: balanced over its ranks, within its memory.
 
-        `first_parts` are the first parts of a plan's stages, used if the user gave no cuts. Called by `Pipeline`.
+        `first_parts` are the first parts of a plan's stages, used if the user gave no cuts. What runs on every stage of a given model is
+        moved to `device`. Called by `Pipeline`.
         """
         made = copy.copy(self)
         made._renew_if_changed()
+        made._device = None if device is None else torch.device(device)
         made._schedule, made._cuts, made._proofs, made._layers = schedule, {}, {}, dict(self._layers)
         if self._by_hand is None and first_parts:
             made._by_hand = made._opened_for(tuple(first_parts))
@@ -208,7 +213,9 @@ class ModelSplit:
         if not self._source.is_given:
             model = self._source.as_it_is_cut(self._source.with_numbers(self._names.of_stage(cut, stage)))
             units = find_units(model, self._opened or ())
-        made = stage_model(model, units, self._observed, cut, stage, self._traced)
+        if self._device is not None:
+            _move_around(model, units, self._device)
+        made = stage_model(model, units, self._observed, cut, stage, self._traced, self._device)
         made.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
         if self._source.is_given:
             note_model(made, [self._source.untraced])
@@ -395,6 +402,15 @@ class ModelSplit:
         if self._source.trace is not None:
             words += "\nCut between operations, which torch.export found: the model has too few parts."
         return f"{words}\n{self._proofs[num_stages]}"
+
+
+def _move_around(model: nn.Module, units: Units, device: torch.device) -> None:
+    """Moves what every stage of `model` uses: all buffers, and the parameters outside of the units. Stages then move their own units."""
+    inside = tuple(f"{unit}." for unit in units.units)
+    modules = dict(model.named_modules())
+    move((module for name, module in modules.items() if not f"{name}.".startswith(inside)), device, recurse=False)
+    for module in modules.values():
+        module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
 
 
 def _stages_of(model: nn.Module, opened: Collection[str], cut: ModelCut) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerobubble.communicators import MOST_QUEUES, USUAL_QUEUES
 from zerobubble.errors import InputError
@@ -265,6 +265,31 @@ def runs_backward_in_caller(device: torch.device) -> bool:
 def of_kind(kind: str) -> torch.device:
     """Returns this process's current device of a kind, such as "cpu"."""
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def move(modules: Iterable[nn.Module], device: torch.device | str, *, recurse: bool = True) -> None:
+    """Moves the parameters and buffers of `modules` to `device`.
+
+    Tensors without values stay on the meta device. As under `Module.to`, parameters stay the same objects, except on devices whose tensors
+    torch cannot put into a tensor of the CPU. There, a parameter of several modules becomes one other object.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in modules:
+        before = [(part, dict(part._parameters)) for part in (module.modules() if recurse else (module,))]
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=recurse)  # type: ignore[no-untyped-call]
+        for part, parameters in before:
+            for name, parameter in parameters.items():
+                after = part._parameters[name]
+                if parameter is not None and after is not None and after is not parameter:
+                    part._parameters[name] = replaced.setdefault(parameter, after)
+
+
+def note_of_devices(message: str, given: Iterable[object]) -> str:
+    """Returns what to add to the `message` of torch's error about tensors on several devices, of which some were `given`; else empty."""
+    if "on the same device" not in message:
+        return ""
+    places = sorted({str(value.device) for value in given if isinstance(value, Tensor)})
+    return f", on {' and '.join(places)}: batches and targets must be on the device of the stages, so move them with .to(pipe.device)"
 
 
 class Autocast(NamedTuple):

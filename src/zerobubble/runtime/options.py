@@ -85,6 +85,7 @@ class PipelineOptions:
     offload: Sequence[RankOffloads] | None = None
     link: HostLink | None = None
     batch_dims: BatchDims | None = None
+    device: torch.device | str | None = None
 
     @property
     def captures_steps(self) -> bool:
@@ -94,6 +95,13 @@ class PipelineOptions:
 
 def _are_modules(given: Any) -> bool:
     return isinstance(given, (nn.Module, Sequence)) and not isinstance(given, str)
+
+
+def _is_device(given: Any) -> bool:
+    try:
+        return isinstance(given, (str, torch.device)) and bool(torch.device(given))
+    except RuntimeError:
+        return False
 
 
 def _are_dims(given: Any) -> bool:
@@ -142,6 +150,7 @@ WANTED: dict[str, Wanted | type] = {
     "batch_dims": optional(
         Wanted("dimensions by name such as {'position_ids': 1, 'mask': None}, None for what all microbatches share", _are_dims)
     ),
+    "device": optional(Wanted("a device such as 'cuda' or torch.device('cuda', 1)", _is_device)),
 }
 """The requirements of each argument. Whether names exist and values match each other is checked where they are used."""
 

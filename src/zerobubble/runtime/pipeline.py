@@ -107,6 +107,8 @@ class Pipeline:
             with a host, given as the schedule, has its own.
 
     Ranks and messages:
+        device: Where this rank's stages go before the first step, such as "cuda" for the current GPU; by default they stay where they are.
+            Of a model given to `zb.split`, only this rank's stages and what runs on every stage are moved. Batches are yours to move.
         group: The process group whose ranks form the pipeline; all ranks by default.
         mesh: Instead of a group, a `DeviceMesh` of all ranks that train together, with named dimensions in any order: "pp" is the pipeline.
             Along "dp", "dp_replicate", "dp_shard", "cp" and "ep" ranks get other shares of the batch and start with the values of the
@@ -162,6 +164,7 @@ class Pipeline:
         offload: Sequence[RankOffloads] | None = None,
         link: HostLink | None = None,
         batch_dims: BatchDims | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         options = PipelineOptions(**{name: value for name, value in locals().items() if name != "self"})
         session = connect(options)

@@ -22,7 +22,7 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
-from zerobubble.runtime.device import accelerator_fault, hardware_queues, is_host
+from zerobubble.runtime.device import accelerator_fault, hardware_queues, is_host, move
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
@@ -364,10 +364,12 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     gradients = Gradients(options.main_grad)
     build = options.build_or_modules
     if isinstance(build, CutsForSchedules):
-        build = build.for_schedule(schedule, planned_cut(options))
+        build = build.for_schedule(schedule, planned_cut(options), options.device)
     modules = modules_of(build, schedule, peers.rank, seed)
     last = schedule.num_stages - 1
     modules = {stage: with_loss(module, options.loss_fn if stage == last else None) for stage, module in modules.items()}
+    if options.device is not None:
+        move(modules.values(), options.device)
     heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
     stages = Stages(modules, options.split, gradients, levels, options.loss_fn, cuda_graphs=options.cuda_graphs is True, heads=heads)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import _pytree as pytree
@@ -249,11 +250,18 @@ class _StageCode:
 
 
 def stage_model(
-    model: nn.Module, units: Units, observed: ObservedModel, cut: ModelCut, stage: int, traced: nn.Module | None = None
+    model: nn.Module,
+    units: Units,
+    observed: ObservedModel,
+    cut: ModelCut,
+    stage: int,
+    traced: nn.Module | None = None,
+    device: torch.device | None = None,
 ) -> nn.Module:
     """Returns stage `stage` of `model`: a module of the model's class, with the model's parameter names.
 
-    If `model` is a trace, `traced` is the user's model, whose changes are refused except for the mode and values of tensors.
+    Its stand-ins for parameters of other stages are on `device`, by default where these parameters are. If `model` is a trace, `traced` is
+    the user's model, whose changes are refused except for the mode and values of tensors.
 
     The first stage is called like the model. It returns a dict, which becomes the named arguments of the next stage: the model's arguments,
     and the outputs of units that cross the boundary. The last stage returns the model's output.
@@ -262,7 +270,8 @@ def stage_model(
     if traced is not None:
         for name, module in traced.named_modules():
             of_traced.add(name, module, _InTrace(name, module, traced, model), contents=True)
-    made = assemble(model, units, _unit_maker(observed, cut, stage, current, follower), _parameter_maker(cut, stage), follower)
+    make_parameter = _parameter_maker(cut, stage, device)
+    made = assemble(model, units, _unit_maker(observed, cut, stage, current, follower, make_parameter), make_parameter, follower)
     show_all_parameters(made, model, units.around, current)
     code = _StageCode(observed, cut, stage, type(model), current)
 
@@ -290,7 +299,7 @@ def stage_model(
 
 
 def _unit_maker(
-    observed: ObservedModel, cut: ModelCut, stage: int, current: _Current, follower: Follower
+    observed: ObservedModel, cut: ModelCut, stage: int, current: _Current, follower: Follower, make_parameter: ParameterMaker
 ) -> Callable[[str, nn.Module], nn.Module]:
     def make(name: str, unit: nn.Module) -> nn.Module:
         if cut.stage_of[name] == stage:
@@ -298,8 +307,8 @@ def _unit_maker(
             follower.add(name, unit, _OwnUnit(unit, made), contents=False)
             return made
         stand_in = RemoteUnit(observed.shape_only_by_name[name], current)
-        give_tensors(stand_in, name, unit, _parameter_maker(cut, stage))
-        follower.add(name, unit, _Remote(name, unit, stand_in, _parameter_maker(cut, stage)), contents=False)
+        give_tensors(stand_in, name, unit, make_parameter)
+        follower.add(name, unit, _Remote(name, unit, stand_in, make_parameter), contents=False)
         return stand_in
 
     return make
@@ -423,11 +432,12 @@ class _ForwardOfModule:
         unit.__dict__["forward"] = value
 
 
-def _parameter_maker(cut: ModelCut, stage: int) -> Callable[[str, nn.Parameter], Tensor]:
+def _parameter_maker(cut: ModelCut, stage: int, device: torch.device | None) -> Callable[[str, nn.Parameter], Tensor]:
     def make(name: str, parameter: nn.Parameter) -> Tensor:
         if name in cut.parameters[stage]:
             return parameter
-        return placeholder_like(parameter, parameter.device).requires_grad_(parameter.requires_grad)  # the model's code may check it
+        made = placeholder_like(parameter, parameter.device if device is None else device)
+        return made.requires_grad_(parameter.requires_grad)  # the model's code may check it
 
     return make
 

@@ -35,8 +35,11 @@ MOST_NAMES = 8
 class CutsForSchedules(Protocol):
     """A function that builds stages and cuts the model for a given schedule, as returned by `zb.split`."""
 
-    def for_schedule(self, schedule: Schedule, first_parts: Sequence[str]) -> Build:
-        """Returns the function that builds the stages of `schedule`; `first_parts` are the first parts of each stage in a plan, if any."""
+    def for_schedule(self, schedule: Schedule, first_parts: Sequence[str], device: torch.device | str | None) -> Build:
+        """Returns the function that builds the stages of `schedule`, which will be moved to `device` unless it is None.
+
+        `first_parts` are the first parts of each stage in a plan, if any.
+        """
         ...
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
 from zerobubble.rules import used_stages
+from zerobubble.runtime.device import note_of_devices
 from zerobubble.runtime.measure.memory_meter import Meter, addresses_of, held_bytes
 from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocast
 from zerobubble.runtime.split.report import SplitReport
@@ -417,4 +418,4 @@ def _describe_inputs(index: int, inputs: Tensors, message: str) -> str:
     note = f"stage {index} was given {shapes} by {', '.join(givers) or 'the batch'}"
     if "a leaf Variable that requires grad" in message:
         note += "; a stage must not change its input in place: let it work on x.clone(), or use the operation that makes a new tensor"
-    return note
+    return note + note_of_devices(message, inputs)

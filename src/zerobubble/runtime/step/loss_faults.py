@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.device import note_of_devices
 from zerobubble.runtime.values.shapes import describe_pytree
 
 _DETACHING = (
@@ -19,7 +21,7 @@ _DETACHING = (
 def note_given(error: Exception, function: str, **given: Any) -> None:
     """Adds to an `error` of the user's `function` the shapes of the arguments that it was given."""
     shapes = ", ".join(f"{name}={describe_pytree(value)}" for name, value in given.items())
-    error.add_note(f"{function} was given {shapes}")
+    error.add_note(f"{function} was given {shapes}{note_of_devices(str(error), tree_leaves(given))}")
 
 
 def refuse_unknown_parameters(loss: Tensor, made_of: Iterable[Tensor], held: Iterable[Tensor]) -> None:
