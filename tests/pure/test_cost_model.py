@@ -407,8 +407,8 @@ def built(**given: Any) -> Any:
 WRONG = [
     (lambda: built(model="megatron-176b"), ("megatron-176b", "megatron-175b")),
     (
-        lambda: built(gpu="A10"),
-        ("GPU", "A10", "A100", "cost_model.GPU"),
+        lambda: built(gpu="A1000"),
+        ("GPU", "A1000", "A100", "cost_model.GPU"),
     ),
     (lambda: built(gpu=100), ("transformer", "gpu", 100)),
     (lambda: built(tp=0, v=-1), ("tp", 0, "v", -1)),

@@ -178,10 +178,10 @@ def small(**given: Any) -> Divisions:
 
 WRONG = [
     (
-        lambda: small(model="gpt", gpu="A10", gpus=0, top=-1),
+        lambda: small(model="gpt", gpu="A1000", gpus=0, top=-1),
         ("gpus", 0, "top", -1, "model"),
     ),
-    (lambda: small(model="gpt", gpu="A10", gpus=0), ("GPU", "A10", "A100")),
+    (lambda: small(model="gpt", gpu="A1000", gpus=0), ("GPU", "A1000", "A100")),
     (lambda: small(precision="fp8"), ("A100", "fp8", "bf16")),
     (lambda: small(gpus=1024, batch=3), (1024, "GPUs", 3)),
     (lambda: small(memory=10**9), ("A100", "1 GB")),

@@ -15,6 +15,7 @@ from rich.progress import MofNCompleteColumn
 from zerobubble.cli.inputs.options import CLUSTER, PictureFiles, given_flags, option, option_group
 from zerobubble.cli.outputs.terminal import progress
 from zerobubble.cost_model import Division, Divisions, divide
+from zerobubble.cost_model.configuration import known_model, with_sequence
 from zerobubble.cost_model.divide import DivideProgress
 from zerobubble.display import COLUMNS
 from zerobubble.errors import InputError
@@ -31,10 +32,11 @@ from zerobubble.whole_files import write_text
 class ClusterOptions:
     """A model, and the GPUs to divide it over."""
 
-    model: str | None = option("--model", metavar="NAME", help="Divide this model over GPUs, such as llama3-405b.")
+    model: str | None = option("--model", metavar="NAME", help="Divide this model over GPUs: a config.json, or a name such as llama3-405b.")
     gpu: str | None = option("--gpu", metavar="NAME", help="GPU, such as H100, or a file of doctor --measure; also for --from.")
     gpus: int | None = option("--gpus", type=int, metavar="N", help="Number of GPUs.")
     batch: int | None = option("--batch", type=int, metavar="N", help="Sequences per step; by default as published.")
+    sequence: int | None = option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens of a sequence.")
     precision: str = option("--precision", default="bf16", metavar="NAME", help="Precision of linear layers, bf16 or fp8.")
     gradients: str = option("--gradients", default="fp32", metavar="NAME", help="Precision of gradient sums, fp32 or bf16.")
     overlap_tp: bool = option("--overlap-tp", is_flag=True, help="Overlap tensor-parallel collectives in F, too.")
@@ -43,7 +45,7 @@ class ClusterOptions:
 
 cluster_options = option_group(ClusterOptions, "cluster", CLUSTER)
 _OWN = {column.name for column in fields(ClusterOptions)}
-_SHARED = {"memory", "as_json", "svg", "html"}
+_SHARED = {"config", "memory", "as_json", "svg", "html"}
 """The options of `plan` that also apply with `--model`."""
 
 SHOWN = 3
@@ -64,9 +66,12 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
     lacking = [flag for flag, value in (("--gpu", options.gpu), ("--gpus", options.gpus)) if value is None]
     if options.model is None or options.gpu is None or options.gpus is None:
         raise InputError("{argument} needs {needed}, such as --gpu H100 --gpus 1024", argument="--model", needed=" and ".join(lacking))
+    model = known_model(options.model)
+    if options.sequence is not None:
+        model = with_sequence(model, options.sequence)
     with _bar() as progress:
         found = divide(
-            options.model,
+            model,
             gpu=options.gpu,
             gpus=options.gpus,
             batch=options.batch,

@@ -175,6 +175,7 @@ class Answer:
 
 
 @click.command("plan", cls=SectionedCommand, short_help="Find the best schedule for times and memory.")
+@click.argument("config", required=False)
 @work_options
 @search_options
 @option_group(PlanOptions, "options", WORK)
@@ -186,6 +187,7 @@ class Answer:
 @click.option("-o", "--output", callback=output_file, metavar="FILE", help="Save the plan, for all commands and zb.io.load_plan.")
 @json_option
 def plan_command(
+    config: str | None,
     work: WorkOptions,
     search: SearchOptions,
     options: PlanOptions,
@@ -202,6 +204,9 @@ def plan_command(
     Prints the winner and the other placements, with the lower bound of each and the reason why it is no better. Ctrl-C ends the search and
     returns the best plan so far.
 
+    With CONFIG, the config.json of a model of Transformers, and --gpu and --gpus, it finds the fastest ways to divide this model over the
+    GPUs instead, with their memory. These are estimates; nothing is measured.
+
     Times come from one of --times, --per-rank, --costs, --layers, --from and --model. --layers, --recompute, --offload, --weights and
     --head can be combined, and the savings of each are printed. docs/planner.md and docs/command-line.md in the repository explain the
     options and the output.
@@ -213,11 +218,15 @@ def plan_command(
       zerobubble plan -m 24 --costs costs.json --memory 8GB
       zerobubble plan -p 8 -m 24 --layers layers.json --memory 40GB
       zerobubble plan --from titan:llama3_8b --gpu H100 -p 4 -m 16 -o plan.json
+      zerobubble plan config.json --gpu RTX4090 --gpus 2 --sequence 2048
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
       zerobubble plan -p 8 -m 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
       zerobubble plan -p 4 -m 8 --times 10,10,10 --memory 2 --offload 5
       zerobubble plan -p 8 -m 24 --times 10,10,8 --memory 10 --head 15,15,15 --head-slowdown 1.2
     """
+    if config is not None:
+        refuse_together("model", "config")
+        cluster = replace(cluster, model=config)
     if cluster.model is not None:
         plan_cluster(cluster, options.gpu_bytes, pictures, as_json)
         return

@@ -21,7 +21,7 @@ def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     peak = gpu.flops_of(setting.precision) / 1e12
     memory, link, network = (show_bytes(round(getattr(gpu, name))) for name in BANDWIDTHS)
     yield (
-        f"Peak of one {gpu.name}: {peak:,.0f} TFLOP/s in {setting.precision}. Bandwidths: memory {memory}/s, NVLink to "
+        f"Peak of one {gpu.name}: {peak:,.0f} TFLOP/s in {setting.precision}. Bandwidths: memory {memory}/s, links to "
         f"{gpu.domain_size - 1} other GPUs {link}/s, network {network}/s."
     )
     sustained = gpu.sustained_of(setting.precision) / 1e12

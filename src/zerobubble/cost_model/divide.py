@@ -9,10 +9,11 @@ from typing import Any
 
 from zerobubble.arguments import BYTES, WHOLE, either, instance, optional, takes
 from zerobubble.cost_model.candidates import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, Candidate, candidates
+from zerobubble.cost_model.configuration import known_model
 from zerobubble.cost_model.estimate import Estimate, estimate_of
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.kernels import Efficiency
-from zerobubble.cost_model.models import Model, known_model
+from zerobubble.cost_model.models import Model
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
 from zerobubble.cost_model.step import LONG, LongStep, Shapes, StepEstimate
 from zerobubble.display import Displayed
@@ -190,7 +191,7 @@ def divide(
     `InputError`, listing all faults, for an unknown model or GPU, for counts below 1, and if nothing fits.
 
     Arguments:
-        model: a name of `MODELS`, or a `Model`.
+        model: a name of `MODELS`, a config.json of Transformers or a folder with one, or a `Model`.
         gpu: a name of `GPUS`, a file of `zerobubble doctor --measure`, or a `GPU`.
         gpus: number of GPUs.
         batch: sequences per step, over all replicas; by default that of the model's published training.
@@ -226,7 +227,7 @@ def divide(
         if found is not None:
             best = _with(best, found)[:top]
     if not best:
-        raise _too_large(known, base, gpus, limit)
+        raise _too_large(known, base, gpus, limit, _enough(base, efficiency, gpus, batch, limit))
     return Divisions(tuple(best), batch, limit, len(known), too_large, simulated)
 
 
@@ -303,7 +304,19 @@ def _require_any(known: list[Candidate], base: Setting, gpus: int, batch: int) -
         )
 
 
-def _too_large(known: list[Candidate], base: Setting, gpus: int, limit: int) -> InputError:
+MOST_DOUBLINGS = 5
+"""How often the number of GPUs is doubled to name one on which a model may fit."""
+
+
+def _enough(base: Setting, efficiency: Efficiency, gpus: int, batch: int, limit: int) -> int | None:
+    """Returns the smallest multiple of `gpus` by a power of two on which the model may fit; None if none was found."""
+    for more in (gpus * 2**power for power in range(1, MOST_DOUBLINGS + 1)):
+        if any(candidate.rank_bytes <= limit for candidate in candidates(base, efficiency, more, batch)):
+            return more
+    return None
+
+
+def _too_large(known: list[Candidate], base: Setting, gpus: int, limit: int, enough: int | None) -> InputError:
     least = min(candidate.rank_bytes for candidate in known)
     return InputError(
         "{name} does not fit on {gpus} {gpu}: the smallest of {ways} ways to divide it needs at least {needed} per GPU, more than {limit}",
@@ -313,5 +326,5 @@ def _too_large(known: list[Candidate], base: Setting, gpus: int, limit: int) -> 
         ways=len(known),
         needed=show_bytes(round(least)),
         limit=show_bytes(limit),
-        remedy="use more GPUs, or a batch that other numbers of replicas divide",
+        remedy=f"{'use more GPUs' if enough is None else f'it may fit on {enough} of them'}, or change the batch",
     )

@@ -9,6 +9,7 @@ from textwrap import wrap
 
 from zerobubble.arguments import BYTES, NUMBER, WHOLE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
+from zerobubble.cost_model.configuration import known_model
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.held import (
     RUNTIME_BYTES,
@@ -21,7 +22,7 @@ from zerobubble.cost_model.held import (
     state_bytes,
 )
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
-from zerobubble.cost_model.models import Model, known_model
+from zerobubble.cost_model.models import Model
 from zerobubble.cost_model.parts import Part, Parts, piece_of_layers
 from zerobubble.cost_model.setting import Setting, SettingError
 from zerobubble.cost_model.step import StepEstimate, made_for, shared, step_estimate, update_seconds
@@ -194,7 +195,7 @@ def transformer(
     Raises `InputError` for an unknown model or GPU, and for incompatible shapes, listing all faults.
 
     Arguments:
-        model: a name of `MODELS`, or a `Model`.
+        model: a name of `MODELS`, a config.json of Transformers or a folder with one, or a `Model`.
         gpu: a name of `GPUS`, a file of `zerobubble doctor --measure`, or a `GPU`.
         tp: degree of tensor parallelism, within an NVLink domain.
         cp: degree of context parallelism: tensor-parallel groups over which sequences are divided.

@@ -233,6 +233,48 @@ times as fast as on a GB200.
 """
 
 
+def _card(name: str, bf16: float, fp8: float | None, processors: int, mib: int, bandwidth: float, link: float) -> GPU:
+    """Returns a GPU without NVLink, in machines of up to eight with a network of 100 Gbit/s: the link is PCI Express."""
+    flops = (("bf16", bf16), *([] if fp8 is None else [("fp8", fp8)]))
+    return _known(GPU(name, flops, processors, mib * MIB, bandwidth, link, 8, 12.5e9))
+
+
+PCIE_4, PCIE_5 = 32e9, 64e9
+"""Bytes per second of 16 lanes in one direction."""
+
+RTX3090 = _card("RTX3090", 71e12, None, 82, 24576, 936e9, PCIE_4)
+"""NVIDIA GeForce RTX 3090, 24 GB, without an NVLink bridge.
+
+Source: NVIDIA, Ampere GA102 GPU architecture whitepaper, table 2 (71 TFLOP/s in BF16 with FP32 accumulation, dense; 82 SMs; 936 GB/s).
+"""
+
+RTX4090 = _card("RTX4090", 165.2e12, 330.3e12, 128, 24564, 1.008e12, PCIE_4)
+"""NVIDIA GeForce RTX 4090, 24 GB.
+
+Source: NVIDIA, Ada GPU architecture whitepaper, table 2 (165.2 TFLOP/s in BF16 and 330.3 in FP8 with FP32 accumulation, dense; 128 SMs;
+1,008 GB/s).
+"""
+
+RTX5090 = _card("RTX5090", 209.5e12, 419e12, 170, 32607, 1.792e12, PCIE_5)
+"""NVIDIA GeForce RTX 5090, 32 GB.
+
+Source: NVIDIA, RTX Blackwell GPU architecture whitepaper, table 3 (209.5 TFLOP/s in BF16 and 419 in FP8 with FP32 accumulation, dense; 170
+SMs; 1,792 GB/s).
+"""
+
+A10 = _card("A10", 125e12, None, 72, 23028, 600e9, PCIE_4)
+"""NVIDIA A10, 24 GB. Source: NVIDIA, A10 data sheet (125 TFLOP/s in BF16, dense; 600 GB/s; PCIe 4.0 x16); 72 SMs as reported by CUDA."""
+
+L4 = _card("L4", 121e12, 242e12, 58, 23034, 300e9, PCIE_4)
+"""NVIDIA L4, 24 GB.
+
+Source: NVIDIA, L4 data sheet (242 TFLOP/s in BF16 and 485 in FP8 with sparsity; 300 GB/s); 58 SMs as reported by CUDA.
+"""
+
+L40S = _card("L40S", 362e12, 733e12, 142, 46068, 864e9, PCIE_4)
+"""NVIDIA L40S, 48 GB. Source: NVIDIA, L40S data sheet (362 TFLOP/s in BF16 and 733 in FP8, dense; 864 GB/s); 142 SMs as in its table."""
+
+
 def known_gpu(gpu: str | GPU) -> GPU:
     """Returns `gpu` itself, or the one with that name or in that .json file; raises `InputError`, listing the known names."""
     if isinstance(gpu, GPU):

@@ -225,12 +225,10 @@ Team, The Llama 3 Herd of Models, arXiv 2407.21783, with the 16 M tokens of its 
 """
 
 
-def known_model(model: str | Model) -> Model:
-    """Returns `model` itself, or the one with that name; raises `InputError`, listing the known names."""
-    if isinstance(model, Model):
-        return model
-    if model not in MODELS:
-        known = f"{near(model, MODELS, same_numbers=True)}available are {', '.join(MODELS)}"
-        remedy = "for others, give a cost_model.Model in Python, or plan from measured costs (zerobubble plan --costs)"
-        raise InputError("there is no model {model!r}: {known}; {remedy}", model=model, known=known, remedy=remedy)
-    return MODELS[model]
+def model_named(name: str) -> Model:
+    """Returns the model with that name; raises `InputError`, listing the known names."""
+    if name not in MODELS:
+        known = f"{near(name, MODELS, same_numbers=True)}available are {', '.join(MODELS)}"
+        remedy = "for others, give a model's config.json, a cost_model.Model in Python, or measured costs (zerobubble plan --costs)"
+        raise InputError("there is no model {model!r}: {known}; {remedy}", model=name, known=known, remedy=remedy)
+    return MODELS[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerobubble.cost_model import Estimate, transformer
 from zerobubble.cost_model.gpus import gpu_named
-from zerobubble.cost_model.models import known_model
+from zerobubble.cost_model.models import model_named
 from zerobubble.cost_model.setting import SettingError
 from zerobubble.explorer.question import FieldError, Question, errors_at, read_layers
 from zerobubble.ir import Schedule
@@ -18,9 +18,9 @@ GPU_MEMORY = "memory of a GPU"
 def estimate_of(question: Question, schedule: Schedule) -> Estimate:
     """The estimated costs of the question's model for the stages of the schedule; raises `FieldError` naming the field that is wrong."""
     with errors_at("model"):
-        model = known_model(question.model)
+        model = model_named(question.model)  # a request must not name a file of the server
     with errors_at("gpu"):
-        gpu = gpu_named(question.gpu)  # a request must not name a file of the server
+        gpu = gpu_named(question.gpu)  # nor here
     per_rank, rest = divmod(schedule.num_stages, schedule.num_ranks)
     if rest:
         raise FieldError("model", f"{schedule.num_stages} stages are not equally many on each of {schedule.num_ranks} ranks")
