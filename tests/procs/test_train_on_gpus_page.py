@@ -1,0 +1,59 @@
+"""The program of docs/train-on-gpus.md runs on the two devices that stand for a GPU, unchanged but for `--device`.
+
+test_pages_by_launcher runs it on CPUs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.device import cpu_only
+from tests.procs.programs import ROOT, programs_of, torchrun
+from tests.procs.versions import VERSION
+
+pytestmark = [pytest.mark.long, pytest.mark.spread, cpu_only("it starts ranks on other devices")]
+PAGE = "docs/train-on-gpus.md"
+ON_CHECKED_DEVICE = """
+import runpy
+import zerobubble as zb
+
+with zb.testing.checked_device():
+    runpy.run_path("page.py", run_name="__main__")
+"""
+ON_SEPARATE_DEVICE = f"""
+import runpy, sys
+
+sys.path.insert(0, {str(ROOT)!r})
+from tests import separate
+from torch import distributed as dist
+
+make_group = dist.init_process_group
+dist.init_process_group = lambda: make_group(separate.BACKEND)
+runpy.run_path("page.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "device"),
+    [
+        (ON_CHECKED_DEVICE, "cpu"),
+        pytest.param(
+            ON_SEPARATE_DEVICE,
+            "separate",
+            marks=[
+                pytest.mark.skipif(VERSION < (2, 13), reason="the device implements the interfaces of torch 2.13"),
+                pytest.mark.skipif(shutil.which("c++") is None, reason="the device needs a C++ compiler"),
+            ],
+        ),
+    ],
+)
+def test_the_program_runs_on_a_device_that_stands_for_a_gpu(program: str, device: str, tmp_path: Path) -> None:
+    (page,) = programs_of(PAGE)
+    (tmp_path / "page.py").write_text(page)
+    done = torchrun(program, tmp_path, 2, "--device", device)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "run.svg").stat().st_size
+    assert (tmp_path / "checkpoint").is_dir()
