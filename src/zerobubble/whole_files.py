@@ -17,6 +17,10 @@ from zerobubble.errors import InputError
 PIECE_BYTES = 1 << 20
 
 
+SUFFIXES = frozenset((".txt", ".json", ".csv", ".svg", ".png", ".html", ".htm", ".jpg", ".jpeg", ".pdf", ".gif"))
+"""The suffixes that say what is in a file."""
+
+
 class Readable(Protocol):
     """An open file of bytes."""
 
@@ -29,29 +33,49 @@ def write_text(file: str | Path, text: str) -> None:
 
     If `file` is a link, its target is written and the link stays. Devices and pipes such as `/dev/stdout` are written directly.
     """
+    write_bytes(file, text.encode())
+
+
+def write_bytes(file: str | Path, data: bytes) -> None:
+    """Write `file` atomically, like `write_text`."""
     with _refusing(file):
         target = Path(file)
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8", newline="")
+            target.write_bytes(data)
             return
         target = Path(os.path.realpath(target))
-    replace_text(target, text)
+    _replace(target, data)
 
 
 def replace_text(file: str | Path, text: str) -> None:
     """Write `file` atomically like `write_text`, but replace a link, device or pipe instead of writing through it."""
-    target = Path(file)
-    with _refusing(file):
+    _replace(Path(file), text.encode())
+
+
+def _replace(target: Path, data: bytes) -> None:
+    with _refusing(target):
         handle, draft = _draft_of(target)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
-            out.write(text)
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
         os.chmod(draft, 0o666 & ~_umask())
         os.replace(draft, target)
     except (OSError, ValueError) as error:
         Path(draft).unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError("cannot write {file}: {reason}", file=str(file), reason=reason) from error
+        raise InputError("cannot write {file}: {reason}", file=str(target), reason=reason) from error
+
+
+def require_suffix(file: str | Path, *suffixes: str) -> None:
+    """Raise `InputError` if the name of a file to write says that it has another content than files with these `suffixes`."""
+    ending = Path(file).suffix.lower()
+    if ending in SUFFIXES and ending not in suffixes:
+        raise InputError(
+            "{file} would not be a {file_type} file",
+            file=str(file),
+            file_type=ending[1:],
+            remedy=f"name it {Path(file).with_suffix(suffixes[0])}",
+        )
 
 
 def require_writable(file: str | Path) -> None:

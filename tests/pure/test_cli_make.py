@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -67,3 +68,30 @@ def test_what_a_form_needs_or_cannot_hold_is_said() -> None:
     states(refused("1f1b", "--layers", "8"), "--layers", "--format", "megatron-layout")
     for form in ("torch-csv", "torch-csv-comms", "torch-csv-fsdp"):
         states(refused("chimera", "--format", form), 2, "PyTorch", "CSV")
+
+
+STARTS = {
+    "txt": b"zerobubble schedule",
+    "json": b"{",
+    "csv": b"0F0",
+    "svg": b"<svg",
+    "png": b"\x89PNG",
+    "html": b"<!doctype html>",
+}
+
+
+@pytest.mark.parametrize("ending", STARTS)
+def test_the_name_of_a_file_selects_its_form(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"out.{ending}"
+    assert run("1f1b", 2, 4, "-o", str(file)).exit_code == 0
+    assert file.read_bytes().lower().lstrip().startswith(STARTS[ending].lower()), file.read_bytes()[:40]
+
+
+@pytest.mark.parametrize(
+    ("form", "ending"),
+    [("text", "svg"), ("json", "txt"), ("svg", "png"), ("torch-csv", "json"), ("perfetto", "html"), ("program", "csv"), ("svg", "pdf")],
+)
+def test_a_form_that_contradicts_the_name_of_its_file_is_refused(form: str, ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"out.{ending}"
+    states(refused("1f1b", "--format", form, "-o", str(file)), form, ending)
+    assert not file.exists()

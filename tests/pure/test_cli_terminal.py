@@ -167,7 +167,7 @@ def test_no_time_is_reported_instead_of_an_empty_picture(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["show zb-h1", "compare zb-h1", "block v-half", "pareto"])
 def test_pictures_are_not_written_under_the_name_of_another_form(verb: str) -> None:
-    states(refused(*verb.split(), *SHAPE, "--svg", "x.png"), "png", "x.svg")
+    states(refused(*verb.split(), *SHAPE, "--svg", "x.pdf"), "pdf", "x.svg")
     states(refused(*verb.split(), *SHAPE, "--html", "x.pdf"), "pdf", "x.html")
 
 
@@ -179,3 +179,14 @@ def test_show_writes_the_page_too(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run("show", "zb-h1", *SHAPE, "--html", str(page)).exit_code == 0
     assert "zb-h1" in page.read_text()
+
+
+@pytest.mark.parametrize("verb", ["show zb-h1", "compare zb-h1", "block v-half", "pareto"])
+def test_a_picture_is_a_png_if_its_name_says_so(verb: str, tmp_path: Path) -> None:
+    assert run(*verb.split(), *SHAPE, "--svg", str(tmp_path / "x.png")).exit_code == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_is_not_written_as_a_picture(tmp_path: Path) -> None:
+    states(refused("plan", *SHAPE, "--budget", "0", "-o", str(tmp_path / "plan.svg")), "svg", "plan.json")
+    assert not list(tmp_path.iterdir())

@@ -11,11 +11,13 @@ from rich.table import Table
 from zerobubble.arguments import wrong
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.cli.inputs.files import is_file, read_text, require_size
-from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, misfit, option, option_group, output_file, picture_options
+from zerobubble.cli.inputs.options import Counts, PictureFiles, file_for, json_option, misfit, option, option_group, picture_options
 from zerobubble.cli.outputs.terminal import stdout_console
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
 from zerobubble.export.blocks import block_svg
+from zerobubble.export.document import dumps
+from zerobubble.export.png import write_picture
 from zerobubble.view.block_page import block_html
 from zerobubble.whole_files import write_text
 
@@ -40,7 +42,7 @@ class BlockOptions(Counts):
 @click.argument("name")
 @option_group(BlockOptions, "options")
 @picture_options
-@click.option("-o", "--output", callback=output_file, metavar="FILE", help="Write the finished schedule to this file.")
+@click.option("-o", "--output", callback=file_for(".txt", ".json"), metavar="FILE", help="Write the finished schedule to this file.")
 @json_option
 def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str | None, as_json: bool) -> None:
     """Make a schedule of the building block NAME.
@@ -61,9 +63,10 @@ def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str 
     steps = four_steps(made, count, options.memory, keep_steady_phase=not options.reorder_steady)
     for file, text in ((pictures.svg, block_svg), (pictures.html, block_html)):
         if file is not None:
-            write_text(file, text(made, steps))
+            write_picture(file, text(made, steps))
     if output is not None:
-        write_text(output, steps.reordered.schedule.to_text())
+        schedule = steps.reordered.schedule
+        write_text(output, dumps(schedule) if output.lower().endswith(".json") else schedule.to_text())
     if as_json:
         click.echo(json.dumps(_as_dict(made, steps), indent=2))
     else:

@@ -19,6 +19,7 @@ from zerobubble.cost_model.configuration import known_model, with_sequence
 from zerobubble.cost_model.divide import DivideProgress
 from zerobubble.display import COLUMNS
 from zerobubble.errors import InputError
+from zerobubble.export.png import write_picture
 from zerobubble.export.svg import timeline_svg
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
@@ -121,7 +122,7 @@ def _bar() -> Iterator[DivideProgress]:
 def write_divisions(found: Divisions, pictures: PictureFiles) -> None:
     """Writes the requested pictures: the best step as SVG, the first few steps on a page."""
     if pictures.svg is not None:
-        write_text(pictures.svg, timeline_svg(_timeline(1, found.best), title=found.title))
+        write_picture(pictures.svg, timeline_svg(_timeline(1, found.best), title=found.title))
     if pictures.html is not None:
         write_text(pictures.html, divisions_html(found))
 

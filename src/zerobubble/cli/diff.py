@@ -30,6 +30,7 @@ from zerobubble.cli.outputs.terminal import Console, stdout_console
 from zerobubble.errors import InputError
 from zerobubble.explain import PARTS, Difference, diff, gaps
 from zerobubble.export.perfetto import perfetto_json
+from zerobubble.export.png import write_picture
 from zerobubble.export.svg import timeline_svg
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
@@ -70,7 +71,7 @@ def diff_command(plan: str, run: str, shape: Shape, given: CostOptions, pictures
     idle = gaps(schedule, costs, planned), gaps(schedule, costs, measured)
     title = f"{schedule.name}: plan and run"
     if pictures.svg is not None:
-        write_text(pictures.svg, timeline_svg(planned, measured, title=title))
+        write_picture(pictures.svg, timeline_svg(planned, measured, title=title))
     if pictures.html is not None:
         write_text(pictures.html, report_html(Report(title=title, timelines=(planned, measured), gaps=idle, difference=difference)))
     if trace is not None:

@@ -43,6 +43,7 @@ ENABLES = {
     "torch": "training",
     "plan": "the planner's search",
     "exact": "the exact planner",
+    "png": "pictures as PNG",
     "explore": "zerobubble explore",
     "transformers": "Trainer of Transformers",
     "trl": "SFTTrainer of TRL",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from zerobubble.errors import InputError
 from zerobubble.export.document import dumps
 from zerobubble.export.megatron import balanced_layers, to_megatron_layout
 from zerobubble.export.perfetto import perfetto_json
+from zerobubble.export.png import svg_to_png
 from zerobubble.export.svg import timeline_svg
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import to_torch_csv
@@ -34,7 +35,8 @@ from zerobubble.export.torchtitan import as_flags, torchtitan_settings
 from zerobubble.ir import Schedule
 from zerobubble.lowering import lower
 from zerobubble.timeline import Timeline
-from zerobubble.whole_files import write_text
+from zerobubble.view import Report, report_html
+from zerobubble.whole_files import SUFFIXES, write_bytes, write_text
 
 LAYOUT = "megatron-layout"
 TORCHTITAN = "torchtitan"
@@ -47,18 +49,34 @@ ORDERS: dict[str, Callable[[Schedule], str]] = {
 """Forms with the order of passes."""
 WITH_MESSAGES = {"torch-csv-comms": 0, "torch-csv-fsdp": MOST_UNSHARDED}
 """Forms for PyTorch with messages, and the number of stages whose weights are gathered at a time."""
-PICTURES: dict[str, Callable[[Timeline], str]] = {"svg": timeline_svg, "perfetto": perfetto_json}
+PICTURES: dict[str, Callable[[Timeline], str | bytes]] = {
+    "svg": timeline_svg,
+    "png": lambda timeline: svg_to_png(timeline_svg(timeline)),
+    "html": lambda timeline: report_html(Report(title=timeline.name, timelines=(timeline,))),
+    "perfetto": perfetto_json,
+}
 """Forms with the times of passes, which need costs."""
-NO_SVG = (".png", ".jpg", ".jpeg", ".pdf", ".gif")
-"""Suffixes of pictures that cannot be written."""
 FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT, TORCHTITAN]
+FORMS_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(SUFFIXES, ()),
+    ".txt": ("text", "program", LAYOUT),
+    ".json": ("json", "perfetto"),
+    ".csv": ("torch-csv", *WITH_MESSAGES, TORCHTITAN),
+    ".svg": ("svg",),
+    ".png": ("png",),
+    ".html": ("html",),
+    ".htm": ("html",),
+}
+"""The forms of files with a suffix; a file has the first one if none is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
     """The form to write, and what some forms need in addition to the schedule."""
 
-    form: str | None = option("--format", type=click.Choice(FORMATS), help="Form of the output; text if not given.")
+    form: str | None = option(
+        "--format", type=click.Choice(FORMATS), help="Form of the output. By default, by the name of the file, or text."
+    )
     layers: int | None = option(
         "--layers", type=int, metavar="N", help="Transformer layers of the model, for megatron-layout and torchtitan."
     )
@@ -72,8 +90,13 @@ class FormOptions:
         """The form to write."""
         return "json" if self.as_json else self.form or "text"
 
+    def of_file(self, output: str | None) -> FormOptions:
+        """Returns these options with the form of the suffix of `output`, if no form was asked for."""
+        forms = FORMS_OF.get(Path(output or "").suffix.lower())
+        return self if self.as_json or self.form or not forms else replace(self, form=forms[0])
+
     def check(self, output: str | None) -> None:
-        """Raises if an option does not apply to the form, or if the suffix of `output` is that of another kind of picture."""
+        """Raises if an option does not apply to the form, or if the suffix of `output` is that of another form."""
         if self.as_json and self.form not in (None, "json"):
             raise InputError(
                 "{argument} and {other} contradict each other", argument="--json", other=f"--format {self.form}", remedy="give one"
@@ -85,8 +108,9 @@ class FormOptions:
         if flags := given_flags("costs_file", *EQUAL_COSTS, "shares"):
             self._require_form(flags[0], *PICTURES)
         ending = Path(output or "").suffix.lower()
-        if ending in NO_SVG and self.name in PICTURES:
-            right = Path(output or "").with_suffix(".svg")
+        if self.name not in FORMS_OF.get(ending, (self.name,)):
+            endings = [suffix for suffix, forms in FORMS_OF.items() if self.name in forms]
+            right = Path(output or "").with_suffix(endings[0])
             raise InputError("--format {got} writes no {file_type} file", got=self.name, file_type=ending[1:], remedy=f"name it {right}")
 
     def _require_form(self, flag: str, *forms: str) -> None:
@@ -111,9 +135,12 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
       torch-csv        PyTorch's schedule CSV, format compute_only
       torch-csv-comms  the same with messages, format compute_comms
       torch-csv-fsdp   the same with messages, and weights gathered for FSDP
-      svg, perfetto    a picture; a trace for ui.perfetto.dev
+      svg, png, html   a picture; a page with the picture
+      perfetto         a trace for ui.perfetto.dev
       megatron-layout  the value of --pipeline-model-parallel-layout
       torchtitan       PyTorch's CSV in the file of -o, and on stdout the settings of torchtitan
+
+    The name of the file selects the form: .txt, .json, .csv, .svg, .png or .html. --format selects another one.
 
     NAME is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Pictures and traces use
     the costs given, else those of the plan with its copies to the host, else 1 ms for each of F, B and W of a rank. text, json and pictures
@@ -122,7 +149,8 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
     \b
     Examples:
       zerobubble make zb-h1 --ranks 4 --microbatches 8
-      zerobubble make zb-v --ranks 8 --microbatches 24 --format torch-csv -o zbv.csv
+      zerobubble make zb-v --ranks 8 --microbatches 24 -o zbv.csv
+      zerobubble make zb-v --ranks 4 --microbatches 8 -o zbv.png
       zerobubble make v-half --ranks 4 --microbatches 8 --vocabulary 1 -o divided.txt
       zerobubble make plan.json --format torch-csv -o plan.csv
       zerobubble make zb-v --ranks 4 --microbatches 8 --format torch-csv-comms --torch 2.15
@@ -130,6 +158,7 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 8 --format megatron-layout --layers 62
       zerobubble make plan.json --format torchtitan --layers 32 -o plan.csv
     """
+    form = form.of_file(output)
     form.check(output)
     found = with_head_divided(find_schedule(name, shape, given), vocabulary)
     if form.name == TORCHTITAN:
@@ -138,11 +167,13 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
     text = _text(found, form, given)
     if output is None:
         click.echo(text, nl=False)
+    elif isinstance(text, bytes):
+        write_bytes(output, text)
     else:
         write_text(output, text)
 
 
-def _text(found: Given, form: FormOptions, given: CostOptions) -> str:
+def _text(found: Given, form: FormOptions, given: CostOptions) -> str | bytes:
     """Returns the schedule in the form asked for."""
     if form.name in ORDERS:
         return ORDERS[form.name](found.schedule)

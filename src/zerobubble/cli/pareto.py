@@ -14,11 +14,11 @@ from zerobubble.cli.outputs.plan import solved_to_dict
 from zerobubble.cli.plan import search_progress
 from zerobubble.errors import InputError
 from zerobubble.export.front import front_svg
+from zerobubble.export.png import write_picture
 from zerobubble.planning import Objective
 from zerobubble.planning.pareto import Front, Point, pareto
 from zerobubble.units import counted, read_bytes
 from zerobubble.view.front_page import front_html
-from zerobubble.whole_files import write_text
 
 MOST_POINTS = 100
 
@@ -90,7 +90,7 @@ def pareto_command(work: WorkOptions, search: SearchOptions, memories: Range | N
     title = f"Bubble and memory: {counted(p, 'rank')}, {counted(question.microbatches, 'microbatch')}"
     for file, text in ((pictures.svg, front_svg), (pictures.html, front_html)):
         if file is not None:
-            write_text(file, text(front, title))
+            write_picture(file, text(front, title))
     click.echo(json.dumps([_as_dict(front, point) for point in front.points], indent=2) if as_json else front)
 
 

@@ -31,11 +31,11 @@ from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, figures_
 from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.errors import InputError
 from zerobubble.explain import Window, windows
+from zerobubble.export.png import write_picture
 from zerobubble.export.svg import timeline_svg
 from zerobubble.gathers import RankGathers
 from zerobubble.timeline import RankFigures, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
-from zerobubble.whole_files import write_text
 
 TABLE_WIDTH = 72
 
@@ -109,7 +109,7 @@ def show(
     gathers = gathering.planned(costed.schedule, divided)
     if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes
-        write_text(pictures.svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit, windows=idle))
+        write_picture(pictures.svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit, windows=idle))
     if pictures.html is not None:
         write_page(pictures.html, [evaluate(costed)])
     if as_json:

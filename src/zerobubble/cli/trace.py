@@ -16,6 +16,7 @@ from zerobubble.cli.outputs.evaluation import describe_shape
 from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.explain import Difference
 from zerobubble.export.document import dumps
+from zerobubble.export.png import write_picture
 from zerobubble.export.svg import timeline_svg
 from zerobubble.ir import Schedule
 from zerobubble.simulation import simulate
@@ -65,7 +66,7 @@ def trace_command(
     schedule = run.schedule(step) if against is None else _wanted(against, run, step)
     difference = run.difference(step, schedule)
     if pictures.svg is not None:
-        write_text(pictures.svg, timeline_svg(run.timeline(step)))
+        write_picture(pictures.svg, timeline_svg(run.timeline(step)))
     if pictures.html is not None:
         write_text(pictures.html, _page(run, step, difference))
     if costs_file is not None:

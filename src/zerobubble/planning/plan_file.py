@@ -8,7 +8,7 @@ from pathlib import Path
 from zerobubble.arguments import instance, takes
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError, parsed_json
 from zerobubble.planning.answer import Plan
-from zerobubble.whole_files import write_text
+from zerobubble.whole_files import require_suffix, write_text
 
 
 @takes(plan=Plan, file=instance(str, Path))
@@ -28,6 +28,7 @@ def save_plan(plan: Plan, file: str | Path) -> None:
     ...     zb.io.load_plan(file).schedule == found.schedule
     True
     """
+    require_suffix(file, ".json")
     write_text(file, plan_text(plan))
 
 

@@ -19,7 +19,7 @@ from zerobubble.errors import InputError, json_or_text
 from zerobubble.export.document import Document
 from zerobubble.planning.problem.workload import MOST_MICROBATCHES
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
-from zerobubble.whole_files import require_writable
+from zerobubble.whole_files import require_suffix, require_writable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Value = TypeVar("Value")
@@ -245,7 +245,7 @@ def file_of(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | N
     return named
 
 
-svg_file, html_file = file_of(".svg"), file_of(".html", ".htm")
+svg_file, html_file = file_of(".svg", ".png"), file_of(".html", ".htm")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout; errors stay on stderr.")
 width_option = click.option("--width", type=click.IntRange(40, 1000), metavar="N", help="Width of the picture in columns; the terminal's.")
 
@@ -342,18 +342,26 @@ class CostOptions(UnequalMicrobatches, EqualCosts):
         return None if self.costs_file is None else read_document(self.costs_file, COSTS)
 
 
-def output_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Raises `InputError` before the command computes if the file cannot be written."""
-    if value is not None:
-        require_writable(value)
-    return value
+def file_for(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
+    """Returns a callback for a file to write. It refuses the suffix of another form than `suffixes`, and files that cannot be written."""
+
+    def checked(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        if value is not None:
+            require_suffix(value, *suffixes)
+            require_writable(value)
+        return value
+
+    return checked
+
+
+output_file = file_for(".json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PictureFiles:
     """The pictures to write, if any."""
 
-    svg: str | None = option("--svg", callback=svg_file, metavar="FILE", help="Write the picture to this file.")
+    svg: str | None = option("--svg", callback=svg_file, metavar="FILE", help="Write the picture to this file, as SVG or PNG by its name.")
     html: str | None = option("--html", callback=html_file, metavar="FILE", help="Write a page with the picture and the figures.")
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from operator import le
 from zerobubble.cli.inputs.options import PictureFiles
 from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.explain import Causes, Idle, attribute
+from zerobubble.export.png import write_picture
 from zerobubble.export.svg import timeline_svg
 from zerobubble.ir import Schedule
 from zerobubble.kinds import SENT_BETWEEN_STAGES
@@ -237,7 +238,7 @@ def write_pictures(pictures: PictureFiles, evaluations: Sequence[Evaluation], me
     """Writes the pictures that are asked for."""
     if pictures.svg is not None:
         timelines = (evaluation.timeline for evaluation in evaluations)
-        write_text(pictures.svg, timeline_svg(*timelines, title=title_of(evaluations)))
+        write_picture(pictures.svg, timeline_svg(*timelines, title=title_of(evaluations)))
     if pictures.html is not None:
         write_page(pictures.html, evaluations, message_bytes)
 

@@ -9,6 +9,7 @@ from html import escape
 from zerobubble.cli.inputs.options import PictureFiles
 from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.cli.outputs.evaluation import Evaluation, evaluate, title_of, write_page
+from zerobubble.export.png import write_picture
 from zerobubble.export.svg import timeline_svg
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Placement
@@ -20,7 +21,6 @@ from zerobubble.rules import recomputed
 from zerobubble.schedules import make
 from zerobubble.units import counted, ms
 from zerobubble.view.page import section
-from zerobubble.whole_files import write_text
 
 USUAL = "1f1b"
 """The common schedule shown for comparison."""
@@ -32,7 +32,7 @@ def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> No
         return
     evaluations = [*_answers(found), *_usual(found.problem)]
     if pictures.svg is not None:
-        write_text(pictures.svg, timeline_svg(*(each.timeline for each in evaluations), title=title_of(evaluations)))
+        write_picture(pictures.svg, timeline_svg(*(each.timeline for each in evaluations), title=title_of(evaluations)))
     if pictures.html is not None:
         write_page(pictures.html, evaluations, sections=[_reasons(found, evaluations), _how_to_run(plan_file, found)])
 
