@@ -310,7 +310,7 @@ MOST_DOUBLINGS = 5
 
 def _enough(base: Setting, efficiency: Efficiency, gpus: int, batch: int, limit: int) -> int | None:
     """Returns the smallest multiple of `gpus` by a power of two on which the model may fit; None if none was found."""
-    for more in (gpus * 2**power for power in range(1, MOST_DOUBLINGS + 1)):
+    for more in (gpus << power for power in range(1, MOST_DOUBLINGS + 1)):
         if any(candidate.rank_bytes <= limit for candidate in candidates(base, efficiency, more, batch)):
             return more
     return None
