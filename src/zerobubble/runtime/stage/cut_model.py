@@ -226,7 +226,7 @@ def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
 def derived_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the attributes that torch computes from a parameter before each forward, such as pruned weights, with their names."""
     for path, part in module.named_modules(remove_duplicate=False):
-        for name in part._parameters:
+        for name, _ in part.named_parameters(recurse=False, remove_duplicate=False):  # TorchScript has no `_parameters` to iterate
             derived, _, ending = name.rpartition("_")
             tensor = part.__dict__.get(derived)
             if f"_{ending}" in _DERIVED_FROM and isinstance(tensor, Tensor):
