@@ -622,3 +622,51 @@ def pruned(group: Any) -> float:
 
 def test_weights_that_are_pruned_over_the_whole_model_are_those_of_one_device(world: Ranks) -> None:
     assert max(world.run(pruned, ranks=2)) < TOLERANCE
+
+
+class Queue(nn.Module):
+    """Blocks, and a queue of inputs that the model itself writes behind its last part, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("queue", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = x
+        for block in self.blocks:
+            x = block(x).tanh()
+        x = x + self.queue.clone()
+        self.queue.copy_(inputs.mean(0))
+        return x
+
+
+def queued(group: Any, folder: str, schedule: str) -> list[float]:
+    """The differences from one device: of the gathered queue, of a loaded one, and of the loss after loading."""
+    torch.manual_seed(0)
+    one = OneDevice(Queue().double())
+    model, again = copy.deepcopy(one.model), copy.deepcopy(one.model)
+    with zb.Pipeline(zb.split(model, example=batch(0)[0][:2]), schedule, MICROBATCHES, Loss(), group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        pipe.step(*batch(0))
+        optimizer.step()
+        optimizer.zero_grad()
+        one.step(*batch(0))
+        zb.save(folder, pipe, optimizer)
+        with zb.gathered(model):
+            errors = [error_of(model, one.model)]
+        expected = pipe.step(*batch(1))
+        optimizer.zero_grad()
+    with zb.Pipeline(zb.split(again, example=batch(0)[0][:2]), schedule, MICROBATCHES, Loss(), group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        zb.load(folder, pipe, optimizer)
+        with zb.gathered(again):
+            errors.append(error_of(again, one.model))
+        errors.append(float((pipe.step(*batch(1)) - expected).abs()))
+    return errors
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_buffer_that_the_model_writes_behind_its_parts_is_gathered_and_saved(world: Ranks, tmp_path: Path, schedule: str) -> None:
+    for errors in world.run(queued, str(tmp_path / "checkpoint"), schedule, ranks=2):
+        assert max(errors) < TOLERANCE

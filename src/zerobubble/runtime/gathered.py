@@ -173,7 +173,7 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
             _refuse_different(forms, runner.peers.members)
             _refuse_other_shapes(tensors, of_ranks, runner.peers.members)
         receivers = [rank for rank, is_wanted in enumerate(wants) if is_wanted]
-        plan = {name: _Exchange.of(name, of_ranks, receivers) for name in tensors}
+        plan = {name: _Exchange.of(name, of_ranks, receivers, is_buffer=not isinstance(tensors[name], nn.Parameter)) for name in tensors}
         _open(runner, plan.values())
         for name, tensor in tensors.items():
             _exchange(runner, tensor, held.get(name), plan[name], wanted=wanted)
@@ -226,19 +226,23 @@ def _refuse_other_shapes(tensors: Mapping[str, Tensor], of_ranks: Sequence[Mappi
 
 
 class _Exchange(NamedTuple):
-    """The ranks that train a tensor, the last stage first, the ranks without it that get it, and its form."""
+    """The ranks that train a tensor, the last stage first, the ranks without its values that get it, and its form.
+
+    A buffer around the parts is in all stages. Its values are those of the last one, which alone runs all of the model's code.
+    """
 
     holders: Sequence[int]
     receivers: Sequence[int]
     form: _Held | None
 
     @classmethod
-    def of(cls, name: str, of_ranks: Sequence[Mapping[str, _Held]], wanting: Sequence[int]) -> _Exchange:
+    def of(cls, name: str, of_ranks: Sequence[Mapping[str, _Held]], wanting: Sequence[int], *, is_buffer: bool) -> _Exchange:
         """Returns the exchange of the tensor `name`, which the ranks `wanting` are to have."""
         holders = sorted((rank for rank, theirs in enumerate(of_ranks) if name in theirs), key=lambda rank: -of_ranks[rank][name].stage)
         if not holders:
             return cls((), (), None)
-        return cls(holders, [rank for rank in wanting if rank not in holders], of_ranks[holders[0]][name])
+        known = holders[:1] if is_buffer else holders
+        return cls(holders, [rank for rank in wanting if rank not in known], of_ranks[holders[0]][name])
 
 
 def _open(runner: StepRunner, exchanges: Iterable[_Exchange]) -> None:

@@ -63,6 +63,15 @@ def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, T
     return found
 
 
+def stages_of_buffers(modules: Mapping[int, nn.Module], names: Names) -> dict[str, int]:
+    """Returns the last stage of this rank that has each buffer, by the keys of `model_tensors`."""
+    return {
+        f"model.{_name(names, stage, name, None)}": stage
+        for stage, module in sorted(modules.items())
+        for name, _ in module.named_buffers(remove_duplicate=False)
+    }
+
+
 def model_keys(modules: Mapping[int, nn.Module], names: Names) -> list[str]:
     """Returns the keys of `model_tensors`."""
     return [

@@ -100,6 +100,7 @@ class CheckpointWriter:
         tensors, mine = agreed(trained, lambda: self._mine(names, inner, now))
         of_ranks = trained.gather(mine, "telling the others what a checkpoint holds")
         agreed(trained, lambda: _refuse_other(of_ranks, trained.numbers))
+        tensors = _without_old_buffers(tensors, of_ranks, trained.rank)
         options = {name: kept for theirs in of_ranks for name, kept in theirs["optimizer"].items()}
         rest = {"form": contents.FORM, "num_ranks": len(of_ranks), **names._asdict(), "optimizer": options}
         rest |= {"num_steps": None, "draws_seed": None} if self._model_only else {"num_steps": num_steps, "draws_seed": trained.rng_seed()}
@@ -131,9 +132,23 @@ class CheckpointWriter:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": dict(self._extra or {}),
             "model_only": self._model_only,
+            "buffers": contents.stages_of_buffers(trained.modules, names),
         }
         contents.refuse_what_is_not_plain(mine)
         return tensors, mine
+
+
+def _without_old_buffers(tensors: dict[str, Tensor], of_ranks: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Tensor]:
+    """Returns the `tensors` of this rank without the buffers of which another rank has a later stage.
+
+    A buffer around the parts is in all stages, and only the last one runs all of the model's code.
+    """
+    last: dict[str, int] = {}
+    for theirs in of_ranks:
+        for key, stage in theirs["buffers"].items():
+            last[key] = max(stage, last.get(key, 0))
+    mine = of_ranks[rank]["buffers"]
+    return {key: tensor for key, tensor in tensors.items() if mine.get(key) == last.get(key)}
 
 
 def settled(optimizer: AnyOptimizer | None) -> tuple[Optimizer, ...]:
