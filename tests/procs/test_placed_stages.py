@@ -136,3 +136,28 @@ def far_batch(group: Any) -> str:
         with pytest.raises(zb.PipelineError) as caught:
             pipe.step(data(0), data(0))
         return str(caught.value)
+
+
+class Chain(nn.Module):
+    """A model without parts, which is cut between operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH, dtype=torch.float64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x + (x @ weight).tanh()
+        return x
+
+
+def chained(group: Any) -> None:
+    torch.manual_seed(0)
+    with raises(zb.InputError, device=DEVICE.type, model="Chain"):
+        zb.Pipeline(given(Chain()), "1f1b", 4, nn.functional.mse_loss, group=group, device=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the model is on the CPU")
+def test_a_model_that_is_cut_between_operations_is_not_moved(world: Ranks) -> None:
+    world.run(chained, ranks=2)

@@ -214,12 +214,24 @@ class ModelSplit:
             model = self._source.as_it_is_cut(self._source.with_numbers(self._names.of_stage(cut, stage)))
             units = find_units(model, self._opened or ())
         if self._device is not None:
+            self._refuse_moved_trace(self._device)
             _move_around(model, units, self._device)
         made = stage_model(model, units, self._observed, cut, stage, self._traced, self._device)
         made.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
         if self._source.is_given:
             note_model(made, [self._source.untraced])
         return made
+
+    def _refuse_moved_trace(self, device: torch.device) -> None:
+        """Raises `InputError` for a model that is cut between operations and is elsewhere: its trace has constants."""
+        places = {tensor.device.type for tensor in self._source.untraced.parameters()}
+        if self._source.trace is not None and places != {device.type}:
+            raise InputError(
+                "device={device} cannot move {model}, which is cut between operations because it has too few parts",
+                device=str(device),
+                model=type(self._source.untraced).__name__,
+                remedy="move the model and the example before zb.split: model.to(device)",
+            )
 
     def _refuse_released(self, cut: ModelCut, stage: int) -> None:
         """Raises `InputError` for a stage that another pipeline has trained on another rank."""

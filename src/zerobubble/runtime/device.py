@@ -289,7 +289,7 @@ def note_of_devices(message: str, given: Iterable[object]) -> str:
     if "on the same device" not in message:
         return ""
     places = sorted({str(value.device) for value in given if isinstance(value, Tensor)})
-    return f", on {' and '.join(places)}: batches and targets must be on the device of the stages, so move them with .to(pipe.device)"
+    return f", on {' and '.join(places)}; batches and targets must be on the device of the stages, pipe.device"
 
 
 class Autocast(NamedTuple):
