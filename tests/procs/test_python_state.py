@@ -23,6 +23,7 @@ import zerobubble as zb
 from tests.device import DEVICE
 from tests.procs.ranks import Ranks, alone
 from tests.refusals import states
+from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.schedules import with_recompute
 
 M, WIDTH, STEPS = 4, 3, 2
@@ -307,3 +308,9 @@ def test_state_that_cannot_be_put_back_is_an_error(world: Ranks) -> None:
         states(held, "held[0]")
         states(described, "numbers", "count")
         assert loss > 0
+
+
+def test_parameters_without_values_are_no_state() -> None:
+    module = nn.Linear(1, 1)
+    module.spare = [nn.LazyBatchNorm1d(), nn.LazyLinear(1)]  # type: ignore[assignment]
+    PythonState(module)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.python_objects import is_constant_code, is_of_library, names_in
@@ -242,7 +243,7 @@ class _Finder:
             self.visit_all((f"a hook of {path or 'the module'}", hook) for hook in vars(module)[hooks].values())
 
     def _visit_tensor(self, path: str, tensor: Tensor) -> None:
-        if id(tensor) in self._owned or tensor.is_inference() or tensor.is_meta:
+        if id(tensor) in self._owned or is_lazy(tensor) or tensor.is_inference() or tensor.is_meta:
             return
         self.places.append(Elements(path, tensor))
 
