@@ -115,7 +115,7 @@ class Stage:
         self._buffers = BufferOrder(
             self.module, self.index, changing_parameters(list(self.module.modules())) if self.shards is None else ()
         )
-        self._unsaved_reads.begin()
+        self._unsaved_reads.begin(self.parameters)
         self._has_gathered = False
 
     def use_gathered(self) -> None:

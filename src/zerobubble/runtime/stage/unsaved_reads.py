@@ -42,16 +42,19 @@ class UnsavedReads:
         self._num_forwards = 0
         self._hooked: list[_Read] = []
 
-    def begin(self) -> None:
-        """Begins a step."""
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Begins a step with the current `parameters` of the module."""
         for kind in self._in_step:
             self._num_steps[kind] += 1
         self._in_step.clear()
         self._names = {id(parameter): name for name, parameter in self._module.named_parameters()} if self._is_due("forward") else {}
         self._num_forwards = 0
-        hooked = [named for named in self._module.named_parameters() if getattr(named[1], "_post_accumulate_grad_hooks", None)]
-        self._hooked = [_Read(name, parameter) for name, parameter in hooked] if hooked and self._is_due("hooks") else []
-        self._in_step |= {"hooks"} if hooked else set()
+        self._hooked = []
+        if any(_is_hooked(parameter) for parameter in parameters):
+            self._in_step.add("hooks")
+            if self._is_due("hooks"):
+                named = self._module.named_parameters()
+                self._hooked = [_Read(name, parameter) for name, parameter in named if _is_hooked(parameter)]
 
     def end(self) -> None:
         """Ends a step. Raises `InputError` if hooks have changed a parameter in the backward passes of several microbatches."""
@@ -166,6 +169,11 @@ class _Read:
         """Whether the sampled bytes differ."""
         now = _sample_of(self.tensor)
         return now is not None and self._sample is not None and not torch.equal(now, self._sample)
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    """Whether a hook runs after a gradient is accumulated."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _version_of(tensor: Tensor) -> int:
