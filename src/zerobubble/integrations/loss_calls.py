@@ -6,8 +6,6 @@ collectives are among replicas, or refused.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.integrations.lone_calls import collectives_refused, numbers_of
 from zerobubble.integrations.whole_model import CalledError, equal_arguments, raise_called, replaced
-from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_generators, states_restored
+from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all, states_restored
 
 PENALTIES = (
     "for a penalty on parameters, let training_step add its gradients to the gradients of self.pipeline.parameters(), after "
@@ -144,7 +142,8 @@ class LossCalls:
                     remedy="draw random numbers from the default generators of torch, Python or NumPy, and change no state before the call",
                 )
             if batch.seed is not None:
-                _seed(mixed(batch.seed, index), self._trainer.args.device)
+                seed = mixed(batch.seed, index)
+                seed_all(seed, self._trainer.args.device, seed)
             return self._trainer._output_of_model(output, kwargs)
 
         return forward
@@ -193,11 +192,3 @@ def _logged(rows: list[dict[str, Any]]) -> dict[str, float]:
         for key, value in row.items()
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     }
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """Seeds all generators that user code draws from."""
-    seed_generators(seed, device)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)

@@ -224,8 +224,7 @@ class ModelSplit:
 
     def _refuse_moved_trace(self, device: torch.device) -> None:
         """Raises `InputError` for a model that is cut between operations and is elsewhere: its trace has constants."""
-        places = {tensor.device.type for tensor in self._source.untraced.parameters()}
-        if self._source.trace is not None and places != {device.type}:
+        if self._source.trace is not None and any(tensor.device.type != device.type for tensor in self._source.untraced.parameters()):
             raise InputError(
                 "device={device} cannot move {model}, which is cut between operations because it has too few parts",
                 device=str(device),

@@ -60,7 +60,7 @@ from zerobubble.runtime.split.stage_with_loss import stage_alone, with_loss
 from zerobubble.runtime.stage.divided_head import DividedHead, head_parts_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import refuse_empty_levels
-from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
+from zerobubble.runtime.stage.rank_stages import Build, CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.stage.uncut_model import RankStages, refuse_uncut_models
 from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
@@ -365,11 +365,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     build = options.build_or_modules
     if isinstance(build, CutsForSchedules):
         build = build.for_schedule(schedule, planned_cut(options), options.device)
-    modules = modules_of(build, schedule, peers.rank, seed)
-    last = schedule.num_stages - 1
-    modules = {stage: with_loss(module, options.loss_fn if stage == last else None) for stage, module in modules.items()}
-    if options.device is not None:
-        move(modules.values(), options.device)
+    modules = _modules_with_loss(build, options, schedule, peers.rank, seed)
     heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
     stages = Stages(modules, options.split, gradients, levels, options.loss_fn, cuda_graphs=options.cuda_graphs is True, heads=heads)
@@ -395,6 +391,18 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
         ordering = MicrobatchOrdering(options.order_by, schedule, *ordering_costs(options), plans_passes=plans_passes)
     tied_by_cut = isinstance(build, KnowsTied)
     return Setup(given, compiled, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads, choosing)
+
+
+def _modules_with_loss(
+    build: Build | nn.Module | Sequence[nn.Module], options: PipelineOptions, schedule: Schedule, rank: int, seed: int
+) -> dict[int, nn.Module]:
+    """Returns the modules of `rank` by stage, the last one with the loss, on the device of the options."""
+    last = schedule.num_stages - 1
+    built = modules_of(build, schedule, rank, seed)
+    modules = {stage: with_loss(module, options.loss_fn if stage == last else None) for stage, module in built.items()}
+    if options.device is not None:
+        move(modules.values(), options.device)
+    return modules
 
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:

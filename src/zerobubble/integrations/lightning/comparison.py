@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.logs import Parts
+from zerobubble.integrations.loss_rules import are_near
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-5}
 """The relative differences that rounding explains, by the dtype of the outputs; 1e-2 for others."""
@@ -105,13 +105,6 @@ def tolerance_of(output: Any) -> float:
     """Returns the largest relative difference that rounding explains in numbers computed from `output`."""
     dtypes = [leaf.dtype for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return min((TOLERANCES.get(dtype, 1e-2) for dtype in dtypes), default=2e-5)
-
-
-def are_near(value: float, whole: float, tolerance: float, sizes: Sequence[float]) -> bool:
-    """Returns whether two numbers differ by rounding, in sums over numbers of these `sizes`."""
-    if value != value or whole != whole:
-        return value != value and whole != whole
-    return abs(value - whole) <= tolerance * max(abs(whole), *map(abs, sizes))
 
 
 def inputs_differ(joined: Any, whole: Any) -> bool:

@@ -146,7 +146,11 @@ class BatchDraws:
             return self.whole[number].values if self.whole[number].values.shape == shape else None
         if any(number >= len(draws) for draws in self.parts.values()):
             return None
-        parts = [self.parts[index][number].values for index in sorted(self.parts)]
+        return self._combined([self.parts[index][number].values for index in sorted(self.parts)], draw)
+
+    def _combined(self, parts: list[Tensor], draw: Draw) -> Tensor | None:
+        """Returns the numbers for the whole batch of those of all microbatches; None if they are no parts of it."""
+        shape = draw.values.shape
         if all(part.shape == shape for part in parts):
             if any(not torch.equal(part, parts[0]) for part in parts):
                 self._note(draw.values, Draw(parts[0], draw.permutes))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zerobubble.integrations.lightning.comparison import Fault, are_near
+from zerobubble.integrations.lightning.comparison import Fault
 from zerobubble.integrations.lightning.logs import Parts, reduced
+from zerobubble.integrations.loss_rules import are_near
 from zerobubble.runtime.step.batch import join_outputs
 
 RULES = ("joined", "mean", "weights", "sum", "rows", "first")

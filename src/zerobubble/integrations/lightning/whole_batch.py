@@ -19,12 +19,13 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from zerobubble.errors import InputError
-from zerobubble.integrations.lightning.comparison import Fault, are_near, is_compared, loss_fault, tolerance_of
+from zerobubble.integrations.lightning.comparison import Fault, is_compared, loss_fault, tolerance_of
 from zerobubble.integrations.lightning.extras import learn_rules
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated
 from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, merged
 from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lone_calls import numbers_of, unchanged
+from zerobubble.integrations.loss_rules import are_near
 from zerobubble.integrations.whole_model import replaced
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import states_restored
