@@ -10,6 +10,7 @@ Importing this module loads only the standard library. Names that need torch loa
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 if sys.argv[:1] == ["-m"]:  # `python -m zerobubble` imports this package before its own module
     import_module("zerobubble_command").report_interruptions()
+
+if "RANK" in os.environ:  # a launcher started this process
+    import_module("zerobubble.error_reports.uncaught").show_uncaught()
 
 import zerobubble.notebook  # noqa: F401 - installs the drawers for notebooks
 from zerobubble import blocks as blocks

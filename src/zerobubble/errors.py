@@ -266,10 +266,14 @@ class ProgramError(_FaultsError):
 
 
 class PipelineError(ZeroBubbleError):
-    """A pipeline stopped. Every surviving rank raises one, naming the rank, the pass and the cause where they are known."""
+    """A pipeline stopped. Every surviving rank raises one, naming the rank, the pass and the cause where they are known.
 
-    def __init__(self, message: str, *, rank: int | None = None, op: str | None = None) -> None:
+    `is_of_other_rank` is whether this rank stopped only because `rank` failed.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, op: str | None = None, is_of_other_rank: bool = False) -> None:
         super().__init__(message)
         self.fields = {"rank": rank, "op": op}
         self.rank = rank
         self.op = op
+        self.is_of_other_rank = is_of_other_rank

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.refusals import states
-from zerobubble.runtime.failure import torchrun
-from zerobubble.runtime.failure.error_text import MOST_CHARACTERS, describe
+from zerobubble.error_reports.error_file import forget_error_file
+from zerobubble.error_reports.text import MOST_CHARACTERS, describe
+from zerobubble.error_reports.uncaught import write_report
 from zerobubble.runtime.failure.report import describe_error, forget_locals
 
 
@@ -80,10 +81,10 @@ def test_a_long_text_is_shortened_in_its_middle(error: Exception) -> None:
 def test_torchrun_gets_any_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    torchrun.write_error_file("rank 1 failed", error)
+    write_report(error, "rank 1 failed")
     assert json.loads(path.read_text())["message"]["message"] == "rank 1 failed"
     assert path.stat().st_size < 10**6
-    torchrun.forget_error_file()
+    forget_error_file()
     assert not path.exists()
 
 

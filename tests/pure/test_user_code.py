@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import zerobubble
-from zerobubble.runtime.failure.user_code import begin_at_user_code, keep_only_user_code, user_place, warn_user
+from zerobubble.error_reports.user_code import begin_at_user_code, keep_only_user_code, user_place, warn_user
 
 IN_PACKAGE = """
 def error_of(call):

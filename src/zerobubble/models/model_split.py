@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.pipelining import Pipe
 
 from zerobubble.arguments import BYTES, either, optional, takes
+from zerobubble.error_reports.text import describe
+from zerobubble.error_reports.user_code import keep_only_user_code
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
@@ -42,8 +44,6 @@ from zerobubble.models.stages.torch_pipe import PIPE, PipeStages
 from zerobubble.partition import Layer, LayerCut, cut_layers
 from zerobubble.planning import Plan
 from zerobubble.runtime.device import move
-from zerobubble.runtime.failure.error_text import describe
-from zerobubble.runtime.failure.user_code import keep_only_user_code
 from zerobubble.runtime.stage.cut_model import note_model
 from zerobubble.runtime.stage.whole_model import ModelFacts
 from zerobubble.runtime.values.buffers import making_tensors

@@ -17,6 +17,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from zerobubble.error_reports.text import describe, text_of
+from zerobubble.error_reports.user_code import user_place, with_place
 from zerobubble.errors import InputError, ZeroBubbleError, raise_faults
 from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
@@ -26,11 +28,9 @@ from zerobubble.runtime.device import accelerator_fault, hardware_queues, is_hos
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
-from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.setup_ranks import SetupRanks
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
-from zerobubble.runtime.failure.user_code import user_place, with_place
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.changed_copies import ChangedCopies, watched_copies
 from zerobubble.runtime.hooks.equal_optimizers import EqualOptimizers

@@ -33,8 +33,7 @@ Modules by state. `guard.FailureGuard` is the one object of a pipeline for all o
 - Detection beyond lost connections: `processes` watches the processes of other ranks, `torchrun` its agent, `termination` handles SIGTERM,
   and `watch` counts what the OOM killer ended.
 - Failing: `watch` publishes and reads reports through the store, and `store_thread` makes all calls of the store. `blame` finds the failed
-  rank if no rank has reported; `report` and `error_text` describe an error; `user_code` finds the user's frames; `torchrun` writes its
-  error file.
+  rank if no rank has reported; `report` describes an error. `error_reports` shows it on the screen and writes torchrun's error file.
 - Forked children take no part in these states: `forked` detaches them.
 
 This package imports the transport and nothing above it. It knows what a rank computes only by its description.

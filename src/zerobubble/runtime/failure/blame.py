@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerobubble.runtime.failure.error_text import describe
+from zerobubble.error_reports.text import describe
+from zerobubble.error_reports.user_code import with_place
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
-from zerobubble.runtime.failure.user_code import with_place
 from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, NO_ANSWER, NOBODY, STARTING, TIMED_OUT, stalled
 from zerobubble.units import counted, named
 

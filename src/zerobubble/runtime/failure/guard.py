@@ -15,15 +15,17 @@ from math import inf
 from typing import NamedTuple, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
+from zerobubble.error_reports.error_file import forget_error_file, write_error_file
+from zerobubble.error_reports.text import describe
+from zerobubble.error_reports.uncaught import show_uncaught, write_report
+from zerobubble.error_reports.user_code import begin_at_user_code, with_place
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure import forked, termination
 from zerobubble.runtime.failure.blame import CLOSING, agent_end_report, sigterm_report
 from zerobubble.runtime.failure.context import Activity, AgreedError, CallLock, FailureContext, PlaysActions, words_of
-from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
-from zerobubble.runtime.failure.torchrun import end_with_agent, forget_error_file, write_error_file
-from zerobubble.runtime.failure.user_code import begin_at_user_code
+from zerobubble.runtime.failure.torchrun import end_with_agent
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.contact import ELSEWHERE, NOBODY, LostContactError
 from zerobubble.runtime.transport.rank_process import RankProcess
@@ -72,6 +74,7 @@ class FailureGuard:
             termination.report_on_sigterm(self)
             end_with_agent()
             forget_error_file()
+            show_uncaught()
 
     def is_failure_reported(self, waited_s: float) -> bool:
         """Returns whether a failure has been reported. `waited_s` are the seconds that this rank has waited since its last call."""
@@ -82,6 +85,11 @@ class FailureGuard:
     def is_aborted(self) -> bool:
         """Whether the work of the device was aborted because a rank has failed: tensors may hold data that was never sent."""
         return self._transport.is_aborted
+
+    @property
+    def failure(self) -> PipelineError | None:
+        """The error that this rank raised for the failure that closed the pipeline, if one did."""
+        return None if self.report is None else error_of(self.report, self._transport.rank)
 
     def on_closing(self, release: Callable[[], None]) -> None:
         """Calls `release()` once, before the connections close: it frees memory and drops what keeps them open.
@@ -150,13 +158,12 @@ class FailureGuard:
         forget_locals(error)
         begin_at_user_code(error)  # after all frames have been cleared
         if report.rank == self._transport.rank:
-            write_error_file(report.message, error)
+            write_report(error, with_place(report.message, error))
         ends_process = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit: this process is to end
-        raised = error if ends_process else error_of(report)
+        raised = error if ends_process else error_of(report, self._transport.rank)
         self.close_after(raised, report.message, report)
         if ends_process:
             raise raised
-        raised.add_note(f"the pipeline is closed on every rank: {GO_ON}")
         raise raised from (None if is_lost else error)
 
     def _report(self, error: BaseException, when: str, action: str) -> FailureReport:
@@ -228,7 +235,7 @@ class FailureGuard:
         rank = self._transport.rank
         report = self._watch.publish(sigterm_report(rank, self._status()))
         if report.rank == rank:
-            write_error_file(report.message)
+            write_error_file(report.message, report.message)
         for other in self._transport.ranks:
             self._transport.disconnect(other)
         if rank == self._transport.group.store_host:

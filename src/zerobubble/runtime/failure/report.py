@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from zerobubble.error_reports.text import describe
 from zerobubble.errors import PipelineError
-from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.transport.contact import NOBODY
 
 
@@ -55,9 +55,10 @@ class HoldsMicrobatches(Protocol):
         """Returns the number of microbatches that wait for a backward pass, and the bytes held for them."""
 
 
-def error_of(report: FailureReport) -> PipelineError:
-    """Returns the exception that every rank raises for a report."""
-    return PipelineError(report.message, rank=report.rank if report.rank >= 0 else None, op=report.op or None)
+def error_of(report: FailureReport, rank: int) -> PipelineError:
+    """Returns the exception that `rank` raises for a report."""
+    culprit = report.rank if report.rank >= 0 else None
+    return PipelineError(report.message, rank=culprit, op=report.op or None, is_of_other_rank=culprit not in (None, rank))
 
 
 def describe_error(error: BaseException, stages: Mapping[int, HoldsMicrobatches]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from zerobubble.error_reports.user_code import begin_at_user_code
 from zerobubble.errors import InputError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.report import forget_locals
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
-from zerobubble.runtime.failure.user_code import begin_at_user_code
 from zerobubble.runtime.transport.terms import Terms, faults_of
 from zerobubble.runtime.transport.transport import Transport
 

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zerobubble.error_reports.text import text_of
 from zerobubble.runtime.failure.blame import CLOSING, closing_after, diagnose, lost_contact, process_end_report, store_host_end_report
-from zerobubble.runtime.failure.error_text import text_of
 from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
 from zerobubble.runtime.failure.store_thread import StoreThread
 from zerobubble.runtime.transport.contact import host_is_silent, stalled
@@ -64,7 +64,7 @@ class FailureWatch:
             self._thread = StoreThread(group.store, listener.stalls, timing.listen_s, listener.poll, listener.leave, timing.answer_s)
         except RuntimeError as error:
             failed = FailureReport(group.rank, "", f"rank {group.rank} failed while meeting the other ranks: RuntimeError: {error}")
-            raise error_of(_publish(group.store, group.rank, failed)) from error
+            raise error_of(_publish(group.store, group.rank, failed), group.rank) from error
 
     @property
     def received(self) -> FailureReport | None:

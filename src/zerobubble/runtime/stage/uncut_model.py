@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import InputError
-from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.whole_model import digest, kinds, sampled

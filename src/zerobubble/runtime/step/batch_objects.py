@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import InputError
-from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.values.payload import Constant, Container, Opaque, Structure, flatten_pytree, opaque_in
 from zerobubble.runtime.values.stored import attributes_of, entries_of
 

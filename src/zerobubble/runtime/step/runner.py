@@ -29,7 +29,6 @@ from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, ProgramCache, ReadyProgram, compiled_for
 from zerobubble.runtime.failure.guard import FailureGuard
-from zerobubble.runtime.failure.report import error_of
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
@@ -158,7 +157,7 @@ class StepRunner:
 
     @property
     def failure(self) -> PipelineError | None:
-        return None if self.guard.report is None else error_of(self.guard.report)
+        return self.guard.failure
 
     @property
     def hooks(self) -> Sequence[StepHook]:

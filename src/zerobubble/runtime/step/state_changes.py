@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from torch.utils._pytree import tree_map
 
+from zerobubble.error_reports.text import describe
+from zerobubble.error_reports.user_code import with_place
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure.context import AgreedError
-from zerobubble.runtime.failure.error_text import describe
-from zerobubble.runtime.failure.user_code import with_place
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.transport.contact import LostContactError
 

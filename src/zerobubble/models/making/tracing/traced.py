@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from zerobubble.error_reports.text import describe
 from zerobubble.errors import InputError
 from zerobubble.models.making.tracing.calls import Calls
 from zerobubble.models.making.tracing.segments import Segment, cut_graph, graph_of
@@ -21,7 +22,6 @@ from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.operations import Operations
 from zerobubble.models.observation.shape_only import untouched_zeros
-from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.values.buffers import in_mode
 
 _OPERATIONS, _BEFORE, _CONSTANTS = "operations", "without_parameters", "constants"

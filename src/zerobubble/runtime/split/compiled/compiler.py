@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import interface
-from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.split.compiled.capture import Part
 from zerobubble.runtime.split.graphs.general_graph import General, fill_in_example, with_symbols
 from zerobubble.runtime.split.graphs.sized_graph import SizedGraph

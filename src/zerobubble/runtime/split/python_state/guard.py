@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import nn
 
-from zerobubble.runtime.failure.user_code import warn_user
+from zerobubble.error_reports.user_code import warn_user
 from zerobubble.runtime.split.python_state.state import Place, State, read_state
 
 MOST_STATES = 8

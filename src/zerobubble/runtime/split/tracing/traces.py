@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from zerobubble.error_reports.user_code import warn_user
 from zerobubble.runtime.device import autocast_of
-from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.python_state.guard import MOST_STATES, Guard, global_state
 from zerobubble.runtime.split.splitter import arguments_of

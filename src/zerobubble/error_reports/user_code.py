@@ -10,14 +10,15 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-from zerobubble.runtime.failure.error_text import text_of
+from zerobubble.error_reports.text import text_of
 
-_PATHS = (str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+_PATHS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 _LIBRARIES = (*(f"{path}{os.sep}" for path in _PATHS), "<")
 """Locations of code that is not the user's: this package, Python, and installed packages. Frozen modules have names such as <frozen os>."""
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_users(frame: FrameType) -> bool:
+    """Returns whether `frame` runs the user's code."""
     return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
@@ -30,14 +31,14 @@ def with_place(text: str, error: BaseException) -> str:
 def user_place(error: BaseException) -> str:
     """Returns `file:line` of the innermost frame of the user's code in the traceback of `error`; empty if it has none."""
     frames = traceback.walk_tb(error.__traceback__)
-    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _is_users(frame)]
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if is_users(frame)]
     return text_of(places[-1]) if places else ""
 
 
 def begin_at_user_code(error: BaseException) -> None:
     """Drops the frames before the first one of the user's code from the traceback of `error`; keeps all if it has none."""
     first = error.__traceback__
-    while first is not None and not _is_users(first.tb_frame):
+    while first is not None and not is_users(first.tb_frame):
         first = first.tb_next
     if first is not None:
         BaseException.with_traceback(error, first)  # a class of the user's may replace the method
@@ -54,7 +55,7 @@ def keep_only_user_code(error: BaseException) -> None:
 def warn_user(message: str) -> None:
     """Warns at the line of the user's code that the current call comes from; at the outermost line if there is none."""
     frame = sys._getframe(1)
-    while not _is_users(frame) and frame.f_back is not None:
+    while not is_users(frame) and frame.f_back is not None:
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"), registry)
