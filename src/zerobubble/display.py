@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
 COLUMNS = 120
@@ -72,3 +74,16 @@ def screen(lines: Iterable[str]) -> str:
     known = list(lines)
     more = ["..."] if len(known) > LINES else []
     return "\n".join([*map(clipped, known[: LINES - len(more)]), *more])
+
+
+def file_titles(paths: Sequence[str]) -> list[str]:
+    """Returns the names under which pictures and tables show files: without their folders, unless two different files then look the same.
+
+    >>> file_titles(["runs/a/plan.json", "mine.csv", "mine.csv"])
+    ['plan.json', 'mine.csv', 'mine.csv']
+    >>> file_titles(["runs/a/plan.json", "runs/b/plan.json"])
+    ['runs/a/plan.json', 'runs/b/plan.json']
+    """
+    names = {path: PurePath(path).name or path for path in paths}
+    counts = Counter(names.values())
+    return [names[path] if counts[names[path]] == 1 else path for path in paths]

@@ -34,6 +34,25 @@ CONTRAST = """(() => {
 })()"""
 """Texts of less contrast than 4.5 against what is behind them; a control that is switched off needs none."""
 
+CUT = """(() => {
+  const scrolls = (e) => e.closest("pre, textarea, .scroll, #block-editor, select");
+  const beyond = (e) => {
+    const range = document.createRange();
+    range.selectNodeContents(e);
+    const { left, right, width } = range.getBoundingClientRect();
+    return width > 0 && (left < -1 || right > innerWidth + 1);
+  };
+  const hasText = (e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+  const texts = [...document.querySelectorAll("main *")].filter((e) => hasText(e) && e.checkVisibility() && !scrolls(e));
+  const cells = [...document.querySelectorAll("td:not(.wide)")].filter((e) => getComputedStyle(e).display === "flex" && !e.dataset.title);
+  return [...texts.filter(beyond), ...cells].map((e) => e.outerHTML.slice(0, 80));
+})()"""
+"""Texts that leave the window, and cells of a folded table without the title of their column; what scrolls is not cut."""
+
+WORDLESS = """[...document.querySelectorAll("button")]
+  .filter((e) => e.checkVisibility() && !/[a-zA-Z]{2}/.test(e.innerText)).map((e) => e.outerHTML)"""
+"""Buttons that show no word."""
+
 FOCUSED = """(() => {
   const e = document.activeElement;
   if (!e || e === document.body) return -1;
@@ -53,6 +72,16 @@ def unnamed(browser: Browser) -> list[str]:
     seen = [node for node in nodes if not node["ignored"] and node["role"]["value"] in ROLES]
     assert seen, "the page has no control at all"
     return [node["role"]["value"] for node in seen if not node.get("name", {}).get("value", "").strip()]
+
+
+def cut(browser: Browser) -> list[str]:
+    """The texts that cannot be read whole, and the figures whose column is not named."""
+    return list(browser.run(CUT))
+
+
+def wordless(browser: Browser) -> list[str]:
+    """The buttons with nothing but a sign."""
+    return list(browser.run(WORDLESS))
 
 
 def out_of_reach(browser: Browser) -> list[str]:

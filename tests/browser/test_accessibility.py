@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.accessibility import contrast_faults, mouse_only, out_of_reach, unnamed
+from tests.browser.accessibility import contrast_faults, cut, mouse_only, out_of_reach, unnamed, wordless
 from tests.browser.chromium import Browser
 from tests.browser.explorer import Server
 from tests.browser.test_watch import watching
@@ -84,6 +84,8 @@ def test_a_page_can_be_read_and_used_by_everybody(browser: Browser, addresses: d
     assert contrast_faults(browser) == []
     assert unnamed(browser) == []
     assert mouse_only(browser) == []
+    assert cut(browser) == []
+    assert wordless(browser) == []
     assert out_of_reach(browser) == []
     browser.media(dark=True)
     browser.settle()
@@ -97,8 +99,9 @@ def test_a_page_can_be_read_and_used_by_everybody(browser: Browser, addresses: d
 FAULTY = """<!doctype html><html lang="en" data-state="ready"><title>x</title><link rel="icon" href="data:,">
 <main style="background: #fff"><p style="color: #888">pale</p><p style="color: #767676">dark enough</p>
 <svg><text y="20" fill="#999">pale</text></svg>
+<p style="white-space: nowrap">{wide}</p><table><tr><td style="display: flex">7</td></tr></table>
 <button></button><button tabindex="-1">by mouse alone</button><button>named</button>
-<div tabindex="0" onfocus="document.querySelector('button').focus()">never reached</div></main></html>"""
+<div tabindex="0" onfocus="document.querySelector('button').focus()">never reached</div></main></html>""".replace("{wide}", "wide " * 400)
 
 
 def test_each_fault_of_a_page_is_found(browser: Browser, tmp_path: Path) -> None:
@@ -107,6 +110,8 @@ def test_each_fault_of_a_page_is_found(browser: Browser, tmp_path: Path) -> None
     browser.open(tmp_path / "faulty.html")
     assert [(tag, text) for _, tag, text in contrast_faults(browser)] == [("P", "pale"), ("text", "pale")]
     assert unnamed(browser) == ["button"]
+    assert [left[:3] for left in cut(browser)] == ["<p ", "<td"]
+    assert len(wordless(browser)) == 1
     assert len(mouse_only(browser)) == 1
     assert "by mouse alone" in mouse_only(browser)[0]
     assert [left.partition(" ")[0] for left in out_of_reach(browser)] == ["<div"]

@@ -322,11 +322,12 @@ def test_numbers_of_a_report_are_named() -> None:
 def test_one_step_in_so_many_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("a log of steps")
     hook: Any = zb.hooks.log_steps(logger, every=3)
+    hook.on_attach(mock.Mock(rank=2))
     with caplog.at_level(logging.INFO, logger.name):
         for step in range(7):
             hook.report(zb.hooks.StepReport(step, 0.5, 0.25, 1.5, 0.375 if step == 3 else None))
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.partition(":")[0] for line in lines] == ["step 0", "step 3", "step 6"]
+    assert [line.partition(":")[0] for line in lines] == ["rank 2, step 0", "rank 2, step 3", "rank 2, step 6"]
     assert ["MFU" in line for line in lines] == [False, True, False]
     states(lines[1], "1.5000", "500.0", "37.50")
 

@@ -189,6 +189,6 @@ def test_reports_are_written(caplog: pytest.LogCaptureFixture) -> None:
         for step in range(3):
             found.report(zb.hooks.StepReport(step, 0.5, 0.25, 2.0, 0.4))
         found.report(zb.hooks.StepReport(4, 0.5, 0.25, 2.0, 0.4, {"router": 0.5}))
-    with_router = "step 4: loss 2.0000, router 0.5000, 500.0 ms, bubble 25.00 %, MFU 40.00 %"
-    without = [f"step {step}: loss 2.0000, 500.0 ms, bubble 25.00 %, MFU 40.00 %" for step in (0, 2)]
+    with_router = "rank 0, step 4: loss 2.0000, router 0.5000, 500.0 ms, bubble 25.00 %, MFU 40.00 %"
+    without = [f"rank 0, step {step}: loss 2.0000, 500.0 ms, bubble 25.00 %, MFU 40.00 %" for step in (0, 2)]
     assert caplog.messages == [*without, with_router]

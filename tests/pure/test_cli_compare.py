@@ -113,7 +113,7 @@ def test_a_file_is_compared_by_its_own_shape_and_called_by_its_name(tmp_path: Pa
         file = tmp_path / f"mine.{suffix}"
         file.write_text(text)
         own, known = compared(str(file), "zb-h1")
-        assert own.pop("name") == str(file)
+        assert own.pop("name") == file.name
         assert known.pop("name") == "zb-h1"
         assert own == known
     states(refused("compare", str(file), "zb-h1", "--ranks", "4"), "mine.csv", 3, 5, 4)

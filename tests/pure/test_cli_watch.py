@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.refusals import raises
+from tests.refusals import raises, states
 from tests.run_folders import COSTS, SCHEDULE, Recorded, on_this_host
-from zerobubble import InputError, simulate
+from zerobubble import Costs, InputError, simulate
 from zerobubble.cli import main
 from zerobubble.run_folder import HEADER, StepReport, drifts, log_name, to_line
 from zerobubble.timeline import Timeline
+from zerobubble.watch.app import Watch
 from zerobubble.watch.figures import figures
 from zerobubble.watch.page import page_parts, timeline_parts
 from zerobubble.watch.run import Run, State
@@ -55,6 +56,45 @@ def test_the_state_is_printed_once(recorded: Recorded) -> None:
     assert state["details_step"] == 26
     assert state["series"]["stage 1"] == [[step, pytest.approx(0.042)] for step in range(30)]
     assert len(state["series"]["loss"]) == 30
+
+
+def test_why_a_run_is_slower_than_its_plan(tmp_path: Path) -> None:
+    """The sentence has the passes, their rank and who waits, and the time outside of passes if it is most of the excess."""
+    recorded = Recorded(tmp_path / "run", slow=1.5)
+    recorded.step(3)
+    run = Run(str(recorded.folder))
+    assert (run.difference, figures(run)["outcome"]) == (None, "")
+    slow = simulate(SCHEDULE, Costs.from_ms((10, 30), (10, 10), (8, 8), 0.5))
+    recorded.details(3, slow)
+    run.refresh()
+    assert run.difference is not None
+    assert run.difference.cause is not None
+    assert (run.difference.cause.part, run.difference.cause.rank) == ("passes", 1)
+    state = figures(run)
+    states(state["outcome"], "Step 3", "F", "stage 1", "rank 1", "30 ms", "10 ms", "rank 0 waits")
+    assert "200 ms" not in state["outcome"]
+    (why,) = [page_parts([run], [state])["why"]]
+    assert state["outcome"] in why
+    recorded.details(4, simulate(SCHEDULE, COSTS), slot=1)  # planned passes in a step of 200 ms
+    run.refresh()
+    outside = 200 - simulate(SCHEDULE, COSTS).makespan / 1e6
+    states(figures(run)["outcome"], "Step 4", f"{outside:g} ms", "200 ms")
+
+
+def test_a_run_without_costs_says_what_a_comparison_needs(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path / "run", costs=None)
+    recorded.step(0)
+    run = Run(str(recorded.folder))
+    states(page_parts([run], [figures(run)])["why"], "costs=", "profile")
+
+
+def test_a_run_is_called_by_its_folder_and_by_its_path_among_equal_names(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    paths = [Recorded(tmp_path / place / "run").folder for place in ("a", "b")]
+    (alone,) = Watch([Run(str(paths[0]))]).states()
+    assert (alone["title"], alone["run"]) == ("run", str(paths[0]))
+    assert [state["title"] for state in Watch([Run(str(path)) for path in paths]).states()] == list(map(str, paths))
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -158,6 +158,41 @@ def test_marks_show_the_message_from_the_host() -> None:
     ]
 
 
+@given(runs())
+def test_the_main_cause_explains_the_sign_of_the_difference(drawn: tuple[Schedule, Costs, Timeline]) -> None:
+    found = diff(*drawn)
+    cause = found.cause
+    if cause is None:
+        assert 200 * abs(found.extra) < found.planned or found.extra == 0
+        return
+    first = found.accounts[0]
+    times = {"passes": first.passes.total, "noise": first.noise.total, "messages": first.comm, "host": first.host}
+    assert cause.time == times[cause.part]
+    assert cause.time * found.extra > 0
+    assert abs(cause.time) == max(abs(time) for time in times.values() if time * found.extra > 0)
+    assert 0 <= cause.rank < len(found.accounts)
+    assert cause.text in found.outcome
+
+
+def test_the_main_cause_has_its_passes_its_rank_and_its_wait() -> None:
+    late, free = Op.parse("0BW3"), simulate(SCHEDULE, COSTS)
+    waits = Costs.from_ms((1, 1), (1, 1), (1, 1), 1.0)
+    for run, part, rank, *words in (
+        (simulate(SCHEDULE, Costs.from_ms((1, 2), (1, 1), (1, 1))), "passes", 1, "F", "stage 1", "2 ms", "2.00x", "rank 0", "4 ms"),
+        (play_with(SCHEDULE, COSTS, {Op.parse("1F2"): 9 * NS_PER_MS}, {}), "noise", 1, "1F2", "10 ms", "1 ms", "rank 0 waits"),
+        (simulate(SCHEDULE, waits), "messages", 0, "rank 1", "1 ms", "0 ms"),
+        (play_with(SCHEDULE, COSTS, {}, {Op.parse("1BW0"): 5 * NS_PER_MS}), "host", 1, "5 ms"),
+    ):
+        cause = diff(SCHEDULE, COSTS, run).cause
+        assert cause is not None
+        assert (cause.part, cause.rank) == (part, rank)
+        assert cause.time == run.makespan - free.makespan
+        states(cause.text, f"rank {rank}", *words)
+    marked = play_with(SCHEDULE, SENDING, {}, {late: 2 * NS_PER_MS})
+    assert diff(SCHEDULE, SENDING, marked).cause is not None
+    assert diff(SCHEDULE, COSTS, free).cause is None
+
+
 def test_another_schedule_is_refused() -> None:
     with raises(InputError, "rank 0", "0F2", "place 2", "0BW0"):
         diff(make("gpipe", 2, 4), Costs.uniform(2), simulate(SCHEDULE, COSTS))

@@ -75,6 +75,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
         reported.accounts[0],
         reported.accounts[0].passes,
         reported.drifts[0],
+        diff(schedule, Costs.uniform(schedule.num_stages), timeline).cause,
         *gaps(schedule, costs, run)[-1][:1],
         lifespans(block)[0][0],
     ]

@@ -63,7 +63,7 @@ def test_the_headline_shows_loss_equality_bubble_and_speed() -> None:
     for figure in (
         "4.000 → 1.250",
         "Against one device identical",
-        "predicted 10.00 %",
+        "planned 10.00 %",
         "zb-h1 is faster than 1f1b 1.15×",
         "limit 3 MB",
         "2.1 MB",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import click
@@ -39,6 +39,7 @@ from zerobubble.cli.outputs.evaluation import (
     write_pictures,
 )
 from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
+from zerobubble.display import file_titles
 from zerobubble.timeline import Timeline
 
 WIDEST_TABLE = 160
@@ -73,7 +74,7 @@ def compare(
       zerobubble compare plan.json 1f1b zb-v --html plan.html
       zerobubble compare gpipe 1f1b --ranks 4 --microbatches 8 --costs costs.json --message-bytes 4194304
     """
-    inputs = [_named(each) for each in find_schedules(names, shape, given)]
+    inputs = list(_named(find_schedules(names, shape, given)))
     costed = [with_offloads_of_plan(one, each) for one, each in zip(with_costs(inputs, given), inputs, strict=True)]
     evaluations = [evaluate(each) for each in costed]
     write_pictures(pictures, evaluations, message_bytes)
@@ -85,11 +86,11 @@ def compare(
         _print_timelines([evaluation.timeline for evaluation in evaluations], console)
 
 
-def _named(given: Given) -> Given:
-    """Names the schedule after its file, because several files may have schedules of one name."""
-    if given.text is None or given.name == "-":
-        return given
-    return replace(given, schedule=replace(given.schedule, name=given.name))
+def _named(inputs: Sequence[Given]) -> Iterator[Given]:
+    """Names each schedule of a file after the file, because several files may have schedules of one name."""
+    for each, title in zip(inputs, file_titles([each.name for each in inputs]), strict=True):
+        is_named = each.text is None or each.name == "-"
+        yield each if is_named else replace(each, schedule=replace(each.schedule, name=title))
 
 
 def _print_tables(evaluations: Sequence[Evaluation], groups: Iterable[Sequence[Column]], console: Console) -> None:

@@ -32,7 +32,7 @@ from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.errors import InputError
 from zerobubble.explain import Window, windows
 from zerobubble.export.png import write_picture
-from zerobubble.export.svg import timeline_svg
+from zerobubble.export.svg import period_caption, timeline_svg
 from zerobubble.gathers import RankGathers
 from zerobubble.timeline import RankFigures, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
@@ -109,7 +109,9 @@ def show(
     gathers = gathering.planned(costed.schedule, divided)
     if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes
-        write_picture(pictures.svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit, windows=idle))
+        captions = [period_caption(timeline, costed.period)]
+        drawn = timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit, windows=idle, captions=captions)
+        write_picture(pictures.svg, drawn)
     if pictures.html is not None:
         write_page(pictures.html, [evaluate(costed)])
     if as_json:

@@ -1,6 +1,6 @@
 """Where the time goes: in a schedule as simulated, and in a run held against it."""
 
-from zerobubble.explain.account import PARTS, Account, Difference, Drift, ExtraTime
+from zerobubble.explain.account import PARTS, Account, Cause, Difference, Drift, ExtraTime
 from zerobubble.explain.difference import diff
 from zerobubble.explain.gaps import Gap, WaitsFor, gaps
 from zerobubble.explain.idle import Causes, Idle, Metric, attribute, critical_path
@@ -9,6 +9,7 @@ from zerobubble.explain.windows import Window, windows
 __all__ = [
     "PARTS",
     "Account",
+    "Cause",
     "Causes",
     "Difference",
     "Drift",

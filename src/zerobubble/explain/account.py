@@ -111,20 +111,42 @@ class Drift(NamedTuple):
         """Whether the measured time is half a percent or more off the planned one."""
         return 200 * abs(self.measured - self.planned) >= max(1, self.planned)
 
-    def __str__(self) -> str:
-        name = " with ".join(f"{kind} of stage {stage}" for kind, stage in self.passes)
+    @property
+    def name(self) -> str:
+        """The passes, such as `B of stage 1`."""
+        return " with ".join(f"{kind} of stage {stage}" for kind, stage in self.passes)
+
+    @property
+    def change(self) -> str:
+        """The measured time, and the planned one if it differs, such as `3 ms instead of 2 ms (1.50x)`."""
         taken, planned = show_ms(self.measured), show_ms(self.planned)
         if self.measured == self.planned:
-            return f"{name} {planned} as planned"
+            return f"{planned} as planned"
         ratio = f" ({self.measured / self.planned:.2f}x)" if self.planned else ""
-        return f"{name} {taken} instead of {planned}{ratio}"
+        return f"{taken} instead of {planned}{ratio}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.change}"
+
+
+class Cause(NamedTuple):
+    """The main cause of a difference: the `part` of the accounts, the ns that it adds to the makespan, the rank where it lies, and a text.
+
+    Parts are "passes", "noise", "messages", "host", "copies" and "replicas".
+    """
+
+    part: str
+    time: int
+    rank: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference(Displayed):
-    """A run of the schedule `name` against its plan: the makespans in ns, an account per rank, and the drifts, stage by stage.
+    """A run of the schedule `name` against its plan: the makespans in ns, an account per rank, the drifts by stage, and the main cause.
 
-    The `makespan` of all drifts add up to `passes.total`, which is the same on every rank. As text, it lists the ranks.
+    The `makespan` of all drifts add up to `passes.total`, which is the same on every rank. `cause` is None if the run is as long as
+    planned. As text, it lists the ranks.
     """
 
     name: str
@@ -132,6 +154,7 @@ class Difference(Displayed):
     measured: int
     accounts: tuple[Account, ...]
     drifts: tuple[Drift, ...]
+    cause: Cause | None = None
 
     @property
     def extra(self) -> int:
@@ -151,9 +174,10 @@ class Difference(Displayed):
 
     @property
     def outcome(self) -> str:
-        """One sentence: how long the run took, and how much longer or shorter than planned."""
+        """How long the run took, how much longer or shorter than planned, and mainly why."""
         more = "longer" if self.extra >= 0 else "shorter"
-        return f"{self.name} took {_ms(self.measured)}, {_ms(abs(self.extra))} {more} than the planned {_ms(self.planned)}."
+        took = f"{self.name} took {_ms(self.measured)}, {_ms(abs(self.extra))} {more} than the planned {_ms(self.planned)}."
+        return took if self.cause is None else f"{took} Mainly ({self.cause.time / NS_PER_MS:+,.2f} ms): {self.cause.text}."
 
     def by_rank(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         """For each rank, its idle time in one line, and the causes of the difference, the largest first: signed time and cause."""
@@ -169,6 +193,7 @@ class Difference(Displayed):
             "measured": self.measured,
             "ranks": [_account_to_dict(account) for account in self.accounts],
             "drifts": [_drift_to_dict(drift) for drift in self.drifts],
+            "cause": None if self.cause is None else self.cause._asdict(),
         }
 
 

@@ -17,6 +17,7 @@ from zerobubble.explain import attribute, gaps
 from zerobubble.explorer.estimating import GPU_MEMORY, estimate_figures, estimate_of
 from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, errors_at, faults_to_list, read_options
 from zerobubble.export.document import describe_document, load_document, schedule_of
+from zerobubble.export.svg import period_caption
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.competition import has_ample_memory
@@ -67,6 +68,11 @@ class Answer:
         measured = bool(self.question.costs) or (self.plan is not None and self.plan.problem.workload is None)
         return measured and set(self.costs.held_after_f) != {UNIT_BYTES}
 
+    @cached_property
+    def period(self) -> int:
+        """The time of a step without global operations between steps, in ns."""
+        return period(self.schedule, self.costs)
+
     @property
     def microbatch_bytes(self) -> tuple[int, ...]:
         """Per rank, the bytes of one microbatch in all its stages."""
@@ -77,7 +83,8 @@ class Answer:
         """The data that the viewer draws."""
         kept = self.costs.kept_bytes(self.schedule.placement) if self.in_bytes else ()
         layers, unit = {KEPT_WORDS: kept} if kept else {}, () if self.in_bytes else self.microbatch_bytes
-        return Viewed(self.timeline, self.costs, limits=self.limits, constant_bytes=layers, microbatch_bytes=unit)
+        caption = period_caption(self.timeline, self.period)
+        return Viewed(self.timeline, self.costs, limits=self.limits, constant_bytes=layers, microbatch_bytes=unit, caption=caption)
 
 
 @dataclass(frozen=True)
@@ -295,7 +302,7 @@ def answer_to_dict(made: Answer) -> dict[str, Any]:
 
 def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator[tuple[str, str, str]]:
     """Label, value and lines of detail for each figure."""
-    timeline, step = made.timeline, period(made.schedule, made.costs)
+    timeline, step = made.timeline, made.period
     bounds = _bounds(made)
     for label, meaning, time, bound in (
         ("period", "time per step without global operations between steps", step, bounds and bounds.span),
@@ -304,7 +311,7 @@ def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator
         bubble = f"bubble {show_percent(timeline.bubble_at(time))}"
         yield label, show_ms(time), f"{meaning}\n{_against(time, bound.time)}; {bubble}" if bound and bound.time else f"{meaning}\n{bubble}"
     if other is not None:
-        theirs = period(other.schedule, other.costs)
+        theirs = other.period
         detail = f"its period is {show_ms(theirs)}, bubble {show_percent(other.timeline.bubble_at(theirs))}; peak {_peak(other)[0]}"
         yield f"speed against {other.schedule.name}{_memory_against(made, other)}", f"{theirs / step:.3f}×" if step else "–", detail
     if run is not None:

@@ -21,7 +21,6 @@ from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.lowering import lower
 from zerobubble.planning import Objective
 from zerobubble.planning.answer import Plan
-from zerobubble.simulation import period
 from zerobubble.units import show_ms
 from zerobubble.view import comparison_html
 
@@ -39,7 +38,8 @@ class Form:
 def _svg(memory: bool) -> Callable[[Answer], str]:
     def write(made: Answer) -> str:
         unit = None if made.in_bytes else made.microbatch_bytes
-        return timeline_svg(made.timeline, memory=memory and bool(made.timeline.peak_bytes), microbatch_bytes=unit)
+        shown = memory and bool(made.timeline.peak_bytes)
+        return timeline_svg(made.timeline, memory=shown, microbatch_bytes=unit, captions=[made.viewed.caption])
 
     return write
 
@@ -73,7 +73,7 @@ def _plan(made: Answer) -> str:
 
 def _page(made: Answer) -> str:
     """The picture as a page of its own that opens offline."""
-    figures = [show_ms(period(made.schedule, made.costs)), show_ms(made.timeline.makespan)]
+    figures = [show_ms(made.period), show_ms(made.timeline.makespan)]
     return comparison_html(made.schedule.name, ["period", "makespan"], [figures], [made.viewed], "")
 
 

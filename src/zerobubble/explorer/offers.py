@@ -14,7 +14,6 @@ from zerobubble.cost_model.setting import RECOMPUTE
 from zerobubble.explorer.answer import Answer, answer
 from zerobubble.explorer.question import FieldError
 from zerobubble.partition.balancing import quick_cuts
-from zerobubble.simulation import period
 from zerobubble.units import show_ms, show_percent
 
 MOST_STAGES = 64
@@ -38,7 +37,7 @@ def _recomputation(made: Answer) -> Iterator[dict[str, Any]]:
         except FieldError:
             continue  # the model has nothing of the kind
         if _fits_gpu(other):
-            before, after = _step(made), _step(other)
+            before, after = made.period, other.period
             text = f"It fits if B recomputes ({way}). The step then takes {show_ms(after)} instead of {show_ms(before)}."
             yield {"text": text, "fields": {"recompute": way}}
             return
@@ -49,7 +48,7 @@ def _cuts(made: Answer) -> Iterator[dict[str, Any]]:
     placement = made.schedule.placement
     if len(placement.routes) > 1 or placement.num_stages > MOST_STAGES:
         return
-    before = best = _step(made)
+    before = best = made.period
     bubble = show_percent(made.timeline.bubble_at(before))
     for inside, what in (
         (False, "Other numbers of layers per stage reduce"),
@@ -57,7 +56,7 @@ def _cuts(made: Answer) -> Iterator[dict[str, Any]]:
     ):
         layers = _balanced_layers(made, inside)
         other = answer(replace(made.question, layers=layers))
-        after = _step(other)
+        after = other.period
         if after > (1 - LEAST_GAIN) * best or not _fits_gpu(other):
             continue
         best, smaller = after, show_percent(other.timeline.bubble_at(after))
@@ -72,10 +71,6 @@ def _balanced_layers(made: Answer, inside: bool) -> str:
     sizes = [0.0, *[0.5 if inside else 1.0] * (len(parts) - 2), 0.0]  # embedding and head are no layers
     edges = (0, *quick_cuts(parts, made.schedule.placement), len(parts))
     return ", ".join(f"{sum(sizes[first:end]):g}" for first, end in pairwise(edges))
-
-
-def _step(made: Answer) -> int:
-    return period(made.schedule, made.costs)
 
 
 def _fits_gpu(made: Answer) -> bool:

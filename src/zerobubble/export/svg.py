@@ -246,6 +246,13 @@ def caption(timeline: Timeline) -> str:
     )
 
 
+def period_caption(timeline: Timeline, period: int) -> str:
+    """Return the `period` (ns) of the schedule of a timeline and its makespan, with the bubble rate of each: the terms of tables."""
+    if period == timeline.makespan:
+        return f"period and {makespan_caption(timeline)}"
+    return f"period {show_ms(period)}, bubble {show_percent(timeline.bubble_at(period))}; {makespan_caption(timeline)}"
+
+
 def makespan_caption(timeline: Timeline) -> str:
     """Return the makespan of a timeline, and its bubble rate."""
     return f"makespan {show_ms(timeline.makespan)}, bubble {show_percent(timeline.bubble_makespan)}"

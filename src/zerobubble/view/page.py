@@ -99,15 +99,16 @@ def header(title: str, facts: Iterable[tuple[str, str]] = ()) -> str:
     return f"<header><h1>{escape(title)}</h1>\n{listed}</header>\n"
 
 
-def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Returns a table in which the first cell of each row is the row's header. All text is escaped.
+def table(titles: Iterable[str], rows: Iterable[Iterable[str]], look: str = "") -> str:
+    """Returns a table in which the first cell of each row is the row's header. All text is escaped. `look` is another class of its style.
 
     Each cell has its title, which a narrow page shows next to the figure.
     """
     first, *others = map(escape, titles)
     head = "".join(f'<th scope="col">{title}</th>' for title in (first, *others))
     lines = "".join(_row(name, zip(others, cells, strict=True)) for name, *cells in rows)
-    return f'<div class="scroll" tabindex="0"><table class="figures"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>\n'
+    style = f"figures {look}".rstrip()
+    return f'<div class="scroll" tabindex="0"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>\n'
 
 
 def _row(name: str, cells: Iterable[tuple[str, str]]) -> str:

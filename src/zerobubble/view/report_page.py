@@ -13,7 +13,7 @@ from zerobubble.explain import PARTS, Account
 from zerobubble.kinds import Kind, traits_of
 from zerobubble.units import ms, show_bytes, show_ms, show_percent
 from zerobubble.view.columns import Viewed
-from zerobubble.view.page import header, page, section, viewer
+from zerobubble.view.page import header, page, section, table, viewer
 from zerobubble.view.report import REFERENCE, MemoryRow, Report, ThroughputRow
 
 
@@ -66,7 +66,7 @@ def _speed_card(report: Report) -> Iterator[str]:
     if drawn is not None:
         base, own = drawn
         times, name = base.makespan / own.makespan, escape(own.name)
-        how = "predicted makespan" if own.source == "simulated" else "makespan"
+        how = "planned makespan" if own.source == "simulated" else "makespan"
         detail = f"a {how} of {show_ms(own.makespan)} instead of {show_ms(base.makespan)}, as drawn below"
     elif gain is not None:
         name, times, detail = escape(gain[0]), gain[1], "tokens per second"
@@ -90,26 +90,29 @@ def _faster(times: float) -> str:
 def _bubble_card(report: Report) -> Iterator[str]:
     measured, predicted = report.measured, report.predicted
     if measured is not None:
-        detail = f"predicted {show_percent(predicted.bubble_makespan)}" if predicted else "share of rank time that is idle"
+        detail = f"planned {show_percent(predicted.bubble_makespan)}" if predicted else "share of rank time that is idle"
         yield card("Bubble, measured", show_percent(measured.bubble_makespan), detail)
     elif predicted is not None:
-        yield card("Bubble, predicted", show_percent(predicted.bubble_makespan), "share of rank time that is idle")
+        yield card("Bubble, planned", show_percent(predicted.bubble_makespan), "share of rank time that is idle")
 
 
 def _timelines(report: Report) -> str:
-    return section("timelines", "Timeline", viewer() if report.timelines else "")
+    return section("timelines", "Timeline", viewer() if report.timelines else "", escape(_outcome(report)))
+
+
+def _outcome(report: Report) -> str:
+    """Returns how the run differs from its plan, and why, which a page states before it draws the two."""
+    return "" if report.difference is None else report.difference.outcome
 
 
 def _difference(report: Report) -> str:
     if report.difference is None:
         return ""
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("rank", *PARTS, "run ms"))
-    head = f"<thead><tr>{titles}</tr></thead>"
-    rows = "".join(_account_row(account) for account in report.difference.accounts)
-    table = f'<div class="scroll" tabindex="0"><table class="figures accounts">{head}<tbody>{rows}</tbody></table></div>'
+    titles = ("times in ms", *PARTS, "run")
+    figures = table(titles, map(_account_row, report.difference.accounts), "accounts")
     items = "".join(map(_causes, *zip(*report.difference.by_rank(), strict=True)))
-    body = f'{table}<ul class="accounts-list">{items}</ul>'
-    return section("difference", "Run against plan", body, escape(report.difference.outcome))
+    body = f'{figures}<ul class="accounts-list">{items}</ul>'
+    return section("difference", "Run against plan", body, "" if report.timelines else escape(_outcome(report)))
 
 
 def _causes(idle: str, causes: Sequence[tuple[str, str]]) -> str:
@@ -117,9 +120,8 @@ def _causes(idle: str, causes: Sequence[tuple[str, str]]) -> str:
     return f"<li>{escape(idle)}<table>{listed}</table></li>"
 
 
-def _account_row(account: Account) -> str:
-    cells = "".join(f"<td>{ms(time):,.2f}</td>" for time in (*account.parts(), account.total))
-    return f'<tr><th scope="row">{account.rank}</th>{cells}</tr>'
+def _account_row(account: Account) -> list[str]:
+    return [f"rank {account.rank}", *(f"{ms(time):,.2f}" for time in (*account.parts(), account.total))]
 
 
 def _losses(report: Report) -> str:
@@ -159,24 +161,24 @@ def _throughput(report: Report) -> str:
         "",
         f"tokens/s against {REFERENCE}",
         "memory of the fullest rank",
-        "makespan bubble predicted",
-        "measured",
+        "planned bubble",
+        "measured bubble",
     )
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     own = {timeline.name for timeline in report.own_timelines}
-    rows = "".join(_throughput_row(row, top, base, row.schedule in own) for row in report.throughput)
+    rows = "".join(_throughput_row(row, titles[1:], top, base, row.schedule in own) for row in report.throughput)
     body = f'<div class="scroll" tabindex="0"><table class="figures"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     return section("throughput", "Throughput", body)
 
 
-def _throughput_row(row: ThroughputRow, top: float, base: float, own: bool) -> str:
-    gain = f"{row.tokens_per_second / base:.2f}×" if base > 0 else "–"
+def _throughput_row(row: ThroughputRow, titles: Sequence[str], top: float, base: float, own: bool) -> str:
+    shares = ("–" if share is None else show_percent(share) for share in (row.predicted_bubble, row.measured_bubble))
     bar = f'<div class="meter"><i style="width:{100 * row.tokens_per_second / top:.2f}%"></i></div>'
-    peak = f"<td>{'–' if row.peak_bytes is None else show_bytes(row.peak_bytes)}</td>"
-    shares = "".join(f"<td>{'–' if share is None else show_percent(share)}</td>" for share in (row.predicted_bubble, row.measured_bubble))
-    name = f'<th scope="row">{escape(row.schedule)}</th>'
-    speed = f'<td>{row.tokens_per_second:,.0f}</td><td class="wide">{bar}</td><td>{gain}</td>'
-    return f"<tr{' class=own' if own else ''}>{name}{speed}{peak}{shares}</tr>"
+    gain = f"{row.tokens_per_second / base:.2f}×" if base > 0 else "–"
+    peak = "–" if row.peak_bytes is None else show_bytes(row.peak_bytes)
+    figures = zip(titles, (f"{row.tokens_per_second:,.0f}", bar, gain, peak, *shares), strict=True)
+    cells = "".join(f'<td data-title="{title}">{cell}</td>' if title else f'<td class="wide">{cell}</td>' for title, cell in figures)
+    return f'<tr{" class=own" if own else ""}><th scope="row">{escape(row.schedule)}</th>{cells}</tr>'
 
 
 def _memory(report: Report) -> str:
@@ -192,7 +194,7 @@ def memory_section(memory: Sequence[MemoryRow], title: str = "Peak activation me
     limits = {row.limit for row in memory if row.limit is not None}
     text = f"limit {show_bytes(max(limits))}" if len(limits) == 1 else "limit"
     limit = f'<li><i class="limit"></i>{text}</li>' if limits else ""
-    legend = f'<ul class="legend"><li><i class="predicted"></i>predicted</li><li><i class="measured"></i>measured</li>{limit}</ul>'
+    legend = f'<ul class="legend"><li><i class="predicted"></i>planned</li><li><i class="measured"></i>measured</li>{limit}</ul>'
     return section(name, title, f'{legend}<div class="memory">{rows}</div>')
 
 

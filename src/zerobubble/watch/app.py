@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from zerobubble.display import file_titles
 from zerobubble.errors import ZeroBubbleError
 from zerobubble.explorer.app import refusal
 from zerobubble.explorer.guard import Guard, page_response
@@ -31,6 +32,8 @@ class Watch:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
+        for run, title in zip(runs, file_titles([run.path for run in runs]), strict=True):
+            run.title = title
         self._lock = Lock()
         self._read_at = 0.0
         self._states: list[dict[str, Any]] = []

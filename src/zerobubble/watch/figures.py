@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any
 
 from zerobubble.run_folder import drifts
+from zerobubble.units import NS_PER_S, show_ms
 from zerobubble.watch.rank_log import medians, stage_of
 from zerobubble.watch.run import Run
 
@@ -18,6 +19,7 @@ def figures(run: Run) -> dict[str, Any]:
     latest = next((log.last for log in recent if log.last is not None and log.last.step == run.step), None)
     return {
         "run": run.name,
+        "title": run.title,
         "schedule": None if run.schedule is None else run.schedule.name,
         "ranks": run.num_ranks,
         "microbatches": None if run.schedule is None else run.schedule.num_microbatches,
@@ -28,6 +30,7 @@ def figures(run: Run) -> dict[str, Any]:
         "step_seconds": run.step_seconds or None,
         "bubble": mean(mean(report.bubble for report in log.recent) for log in recent) if recent else None,
         "planned": None if plan is None else {"step_seconds": plan.makespan / 1e9, "bubble": plan.bubble_makespan},
+        "outcome": outcome(run),
         "passes": passes(run),
         "waits": waits(run),
         "memory": memory(run),
@@ -36,6 +39,18 @@ def figures(run: Run) -> dict[str, Any]:
         "unreadable_lines": {log.path.name: log.unreadable for log in logs if log.unreadable},
         "series": {name: list(map(list, series.points().items())) for name, series in run.series.items()},
     }
+
+
+def outcome(run: Run) -> str:
+    """Return in sentences how the last recorded step differs from its plan, and why; empty without a plan."""
+    if run.difference is None:
+        return ""
+    text, step = f"Step {run.details_step}: {run.difference.outcome}", round(run.step_seconds * NS_PER_S)
+    outside = step - run.difference.measured
+    if 2 * outside < step - run.difference.planned:
+        return text
+    rest = f"{show_ms(outside)} are before its first or after its last pass, such as waiting for a rank that begins the step late"
+    return f"{text} Of a whole step of {show_ms(step)}, {rest}."
 
 
 def passes(run: Run) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def watch_html() -> str:
     """The shell of the page, which asks the server for its parts."""
     body = (
         '<header><h1>Watch training runs</h1></header>\n<p id="notice" class="notice" role="status"></p>\n<div id="status"></div>\n'
-        '<div id="cards"></div>\n<section aria-labelledby="timeline"><h2 id="timeline">Last recorded step</h2>'
+        '<div id="cards"></div>\n<div id="why"></div>\n<section aria-labelledby="timeline"><h2 id="timeline">Last recorded step</h2>'
         '<p class="lead" id="timeline-lead"></p><div id="viewer"></div></section>\n'
         '<div id="charts"></div>\n<div id="tables"></div>\n'
     )
@@ -47,9 +47,10 @@ def watch_html() -> str:
 def page_parts(runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the parts of the page for `json`. `states` are the figures of the runs."""
     return {
-        "title": " and ".join(f"{state['run']}: {state['status']['state']}" for state in states),
+        "title": " and ".join(f"{state['title']}: {state['status']['state']}" for state in states),
         "status": "".join(map(_status, states)),
         "cards": _cards(states[0]) if len(states) == 1 else _comparison(states),
+        "why": "".join(map(_why, states)),
         "lead": escape(_lead(runs)),
         "charts": list(_charts(runs)),
         "tables": "".join(part for place in range(len(runs)) for part in _tables(runs, states, place)),
@@ -64,7 +65,7 @@ def timeline_parts(runs: Sequence[Run]) -> dict[str, Any] | None:
 
 def _named(timeline: Timeline, run: Run, runs: Sequence[Run]) -> Timeline:
     """Returns a timeline with the name of its run, if there are several."""
-    return replace(timeline, name=run.name) if len(runs) > 1 else timeline
+    return replace(timeline, name=run.title) if len(runs) > 1 else timeline
 
 
 def _viewed(run: Run) -> Iterator[Viewed]:
@@ -86,7 +87,7 @@ def _gaps(run: Run) -> Sequence[Sequence[Gap]]:
 
 
 def _lead(runs: Sequence[Run]) -> str:
-    steps = [f"step {run.details_step} of {run.name}" for run in runs if run.details is not None]
+    steps = [f"step {run.details_step} of {run.title}" for run in runs if run.details is not None]
     if not steps:
         return "No step has been recorded in detail yet."
     planned = any(run.details is not None and run.plan is not None for run in runs)
@@ -94,7 +95,7 @@ def _lead(runs: Sequence[Run]) -> str:
 
 
 def _status(state: dict[str, Any]) -> str:
-    status, name = state["status"], escape(state["run"])
+    status, name = state["status"], escape(state["title"])
     step = "" if state["step"] is None else f", step {state['step']:,}"
     when = (
         f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status['at']))} ({_ago(state['now'] - status['at'])})" if status["at"] else ""
@@ -104,7 +105,7 @@ def _status(state: dict[str, Any]) -> str:
     word = f'<b class="state {status["state"]}">{escape(status["state"])}</b>'
     lost = f" {state['left_out']} steps were left out of its record." if state["left_out"] else ""
     lost += "".join(f" {counted(lines, 'line')} of {name} cannot be read." for name, lines in state["unreadable_lines"].items())
-    return f'<p class="run{urgent}">{word} <b>{name}</b>{step}, {escape(when)}{why}.{lost}</p>\n'
+    return f'<p class="run{urgent}">{word} <b title="{escape(state["run"])}">{name}</b>{step}, {escape(when)}{why}.{lost}</p>\n'
 
 
 def _ago(seconds: float) -> str:
@@ -117,7 +118,8 @@ def _ago(seconds: float) -> str:
 def _figures(state: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Returns the main figures of a run, each with a detail, by their labels."""
     plan, seconds, loss, bubble = state["planned"], state["step_seconds"], state["loss"], state["bubble"]
-    idle = f"plan {show_percent(plan['bubble'])}" if plan else "idle share of the ranks"
+    planned = plan and f"planned makespan {_ms(plan['step_seconds'])}"
+    idle = f"planned {show_percent(plan['bubble'])}" if plan else "idle share of the ranks"
     drifting = [row for row in state["passes"] if row["drift"] is not None]
     slowest = ("–", "no reference yet")
     if drifting:
@@ -126,7 +128,10 @@ def _figures(state: dict[str, Any]) -> dict[str, tuple[str, str]]:
         where = f"{worst['passes']} on rank {worst['rank']}, than {than}"
         slowest = (f"{show_percent(worst['drift'])} slower", where) if worst["drift"] > 0 else ("none", f"slower than {than}")
     return {
-        "Step": ("–" if seconds is None else _ms(seconds), f"plan {_ms(plan['step_seconds'])}" if plan else "median of the last steps"),
+        "Step": (
+            "–" if seconds is None else _ms(seconds),
+            planned or "median of the last steps",
+        ),
         "Bubble": ("–" if bubble is None else show_percent(bubble), idle),
         "Loss": ("–" if loss is None else f"{loss:.4g}", "of the last step"),
         "Slowest passes": slowest,
@@ -138,20 +143,38 @@ def _cards(state: dict[str, Any]) -> str:
     return f'<section class="cards" aria-label="Current figures">{cards}</section>\n'
 
 
+def _why(state: dict[str, Any]) -> str:
+    """Returns why the run is slower than its plan, or what a comparison with a plan needs."""
+    if state["outcome"]:
+        return f'<p class="why"><b>{escape(state["title"])}</b> {escape(state["outcome"])}</p>\n'
+    if state["planned"] is None:
+        return f'<p class="why"><b>{escape(state["title"])}</b> has no plan to compare with: {_GIVE_COSTS}</p>\n'
+    return ""
+
+
+_GIVE_COSTS = "give the costs of <code>pipe.profile(x, y)</code>, or of a plan, to <code>zb.hooks.Telemetry(costs=...)</code>."
+
+
 def _comparison(states: Sequence[dict[str, Any]]) -> str:
     titles = ("run", "schedule", "ranks", "step", *(label.lower() for label in _figures(states[0])))
     rows = []
     for state in states:
         figures = [value for value, _ in _figures(state).values()]
         rows.append(
-            (state["run"], str(state["schedule"]), str(state["ranks"]), str(state["step"] if state["step"] is not None else "–"), *figures)
+            (
+                state["title"],
+                str(state["schedule"]),
+                str(state["ranks"]),
+                str(state["step"] if state["step"] is not None else "–"),
+                *figures,
+            )
         )
     return section("runs", "Runs", table(("run", "schedule", "ranks", "last step", *titles[4:]), rows))
 
 
 def _charts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     found = [run.series for run in runs]
-    names = [run.name for run in runs]
+    names = [run.title for run in runs]
     for name, title, factor in (("loss", "Loss", 1.0), ("step_seconds", "Step, ms", 1e3), ("bubble", "Bubble, %", 100.0)):
         yield _chart(title, {run: series[name] for run, series in zip(names, found, strict=True) if name in series}, factor)
     for run, series in zip(names, found, strict=True):
@@ -189,7 +212,7 @@ def _rounded(value: float | None, factor: float) -> float | None:
 
 def _tables(runs: Sequence[Run], states: Sequence[dict[str, Any]], place: int) -> Iterator[str]:
     run, state = runs[place], states[place]
-    name = f" of {escape(run.name)}" if len(runs) > 1 else ""
+    name = f" of {escape(run.title)}" if len(runs) > 1 else ""
     yield section(f"stages-{place}", f"Stage times{name}", *_stages(run, state))
     yield section(f"waits-{place}", f"Waits between ranks{name}", *_waits(state))
     rows = [MemoryRow(row["rank"], row["forecast"], row["measured"]) for row in state["memory"]]

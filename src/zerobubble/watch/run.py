@@ -13,7 +13,9 @@ from statistics import median
 from typing import NamedTuple
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ParseError
+from zerobubble.display import file_titles
+from zerobubble.errors import InputError, ParseError, ZeroBubbleError
+from zerobubble.explain import Difference, diff
 from zerobubble.ir import Schedule
 from zerobubble.run_folder import HEADER, MOST_RANKS, NUM_DETAILS, detail_name, log_name
 from zerobubble.timeline import Timeline
@@ -54,10 +56,12 @@ class Run:
     """A run folder. `refresh` reads what is new.
 
     Attributes:
+        name, path, title: The folder as given, its absolute path, and the name under which a page shows it: the last part of the path.
         schedule, costs: Those of the latest part of the run; costs are None if the hook had none.
         plan: The step as simulated with these costs.
         forecast: The most bytes that each rank holds for backward by the costs; empty without them.
         details: The latest step that every rank recorded in detail, whose number is `details_step`.
+        difference: That step against its plan; None without costs, and if the step is of another schedule than the last one.
         series: The figures of each step: the loss, the seconds of the step and its bubble, and the seconds of each stage's passes.
 
     Raises `InputError` for a folder that is not a run, and for a damaged file, in each `refresh` until it is restored. Files may be from
@@ -67,6 +71,8 @@ class Run:
     def __init__(self, folder: str) -> None:
         self.name = folder
         self._folder = Path(folder)
+        self.path = str(self._folder.absolute())
+        (self.title,) = file_titles([self.path])
         if not self._folder.is_dir():
             raise InputError("there is no folder {folder}", folder=folder, remedy=_RIGHT_FOLDER)
         self._all_logs: dict[int, RankLog] = {}
@@ -74,6 +80,7 @@ class Run:
         self._details: dict[tuple[int, int], Remembered[Details]] = {}
         self.header = Header()
         self.details: Timeline | None = None
+        self.difference: Difference | None = None
         self.details_step = -1
         self._shown: dict[int, Details] = {}
         self.series: dict[str, Series] = {}
@@ -150,6 +157,15 @@ class Run:
                 files = f"details of step {max(whole)} in {self.name}"
                 raise InputError("the {file} do not fit together: {cause}", file=files, cause=str(error), remedy=REMEDY) from error
             self.details_step, self._shown = max(whole), of_steps[max(whole)]
+            self.difference = self._compare(self.details)
+
+    def _compare(self, step: Timeline) -> Difference | None:
+        if self.schedule is None or self.costs is None:
+            return None
+        try:
+            return diff(self.schedule, self.costs, step)
+        except ZeroBubbleError:
+            return None
 
     def status(self) -> Status:
         """Return whether the run goes on, and otherwise when and why it ended."""

@@ -11,6 +11,7 @@ from typing import Any
 from zerobubble.cli.inputs.files import SCHEDULE, costs_of, is_file, parse_document, read_text, require_size
 from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, lacking, misfit, refuse_together, require_with
 from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
+from zerobubble.display import file_titles
 from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
 from zerobubble.ir import Schedule
@@ -272,7 +273,12 @@ def _with_costs_of_stages(inputs: Sequence[Given], given: CostOptions) -> list[C
 
 def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
     costs.require_schedule(schedule)
-    return Costed(schedule, costs, f"costs of {file}", is_measured=True)
+    return Costed(schedule, costs, _costs_of(file), is_measured=True)
+
+
+def _costs_of(file: str) -> str:
+    (title,) = file_titles([file])
+    return f"costs of {title}"
 
 
 def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]:
@@ -287,7 +293,7 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
                 other=other.name,
                 remedy="give --times or --costs for both",
             )
-    source, work = f"costs of {first.name}", first.problem.workload
+    source, work = _costs_of(first.name), first.problem.workload
     if work is None:
         costed = [_measured(each.schedule, (each.problem or first.problem).costs, first.name) for each in inputs]
     else:

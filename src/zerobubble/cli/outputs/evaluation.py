@@ -10,7 +10,7 @@ from zerobubble.cli.inputs.options import PictureFiles
 from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.explain import Causes, Idle, attribute
 from zerobubble.export.png import write_picture
-from zerobubble.export.svg import timeline_svg
+from zerobubble.export.svg import period_caption, timeline_svg
 from zerobubble.ir import Schedule
 from zerobubble.kinds import SENT_BETWEEN_STAGES
 from zerobubble.lowering.messages import messages_of
@@ -45,6 +45,11 @@ class Evaluation:
     @property
     def schedule(self) -> Schedule:
         return self.costed.schedule
+
+    @property
+    def caption(self) -> str:
+        """The period, the makespan and their bubbles."""
+        return period_caption(self.timeline, self.costed.period)
 
     @property
     def peak_microbatches(self) -> list[float]:
@@ -231,14 +236,26 @@ def viewed_of(evaluation: Evaluation) -> Viewed:
     unit = () if costed.in_bytes else costed.microbatch_bytes
     most = [costed.schedule.num_microbatches * size for size in costed.microbatch_bytes]
     limits = costed.limits if any(map(le, costed.limits, most)) else ()
-    return Viewed(evaluation.timeline, costed.costs, limits=limits, constant_bytes=costed.constant_bytes, microbatch_bytes=unit)
+    return Viewed(
+        evaluation.timeline,
+        costed.costs,
+        limits=limits,
+        constant_bytes=costed.constant_bytes,
+        microbatch_bytes=unit,
+        caption=evaluation.caption,
+    )
+
+
+def svg_of(evaluations: Sequence[Evaluation]) -> str:
+    """Returns the timelines as one picture."""
+    captions = [evaluation.caption for evaluation in evaluations]
+    return timeline_svg(*(evaluation.timeline for evaluation in evaluations), title=title_of(evaluations), captions=captions)
 
 
 def write_pictures(pictures: PictureFiles, evaluations: Sequence[Evaluation], message_bytes: int | None = None) -> None:
     """Writes the pictures that are asked for."""
     if pictures.svg is not None:
-        timelines = (evaluation.timeline for evaluation in evaluations)
-        write_picture(pictures.svg, timeline_svg(*timelines, title=title_of(evaluations)))
+        write_picture(pictures.svg, svg_of(evaluations))
     if pictures.html is not None:
         write_page(pictures.html, evaluations, message_bytes)
 

@@ -8,9 +8,8 @@ from html import escape
 
 from zerobubble.cli.inputs.options import PictureFiles
 from zerobubble.cli.inputs.schedule_and_costs import Costed
-from zerobubble.cli.outputs.evaluation import Evaluation, evaluate, title_of, write_page
+from zerobubble.cli.outputs.evaluation import Evaluation, evaluate, svg_of, write_page
 from zerobubble.export.png import write_picture
-from zerobubble.export.svg import timeline_svg
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Placement
 from zerobubble.planning import Choice, Plan, Problem
@@ -32,7 +31,7 @@ def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> No
         return
     evaluations = [*_answers(found), *_usual(found.problem)]
     if pictures.svg is not None:
-        write_picture(pictures.svg, timeline_svg(*(each.timeline for each in evaluations), title=title_of(evaluations)))
+        write_picture(pictures.svg, svg_of(evaluations))
     if pictures.html is not None:
         write_page(pictures.html, evaluations, sections=[_reasons(found, evaluations), _how_to_run(plan_file, found)])
 

@@ -75,6 +75,7 @@ class Telemetry(StepHook):
         self._every, self._detail_every = every, detail_every
         self._recorder: StepRecorder | None = None
         self._has_details = False
+        self._rank = 0
 
     def __repr__(self) -> str:
         parts = {"folder": self._folder, "tensorboard": self._tensorboard, "wandb": self._wandb}
@@ -83,7 +84,7 @@ class Telemetry(StepHook):
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
         """Opens the receivers of the reports."""
-        rank = pipeline.rank
+        self._rank = rank = pipeline.rank
         keepers: list[Keeper] = []
         self._pipeline = weakref.ref(pipeline)
         if self._folder is not None:
@@ -221,17 +222,21 @@ def _refuse_wrong(given: Mapping[str, Any]) -> None:
 
 @takes()
 def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None = None) -> Telemetry:
-    """Returns a hook that writes a line to `logger` every `every` steps; with `peak_flops` (see `Telemetry`) the line has the MFU."""
+    """Returns a hook that writes a line to `logger` every `every` steps; with `peak_flops` (see `Telemetry`) the line has the MFU.
+
+    Each rank that has the hook logs its own step time and bubble, after its rank in the pipeline. The loss is the same on all ranks.
+    """
 
     def on_step(report: StepReport) -> None:
         if report.step % every == 0:
             mfu = "" if report.mfu is None else f", MFU {show_percent(report.mfu)}"
             added = "".join(f", {name} {part:.4f}" for name, part in report.added_losses.items())
             times = f"{1000 * report.seconds:.1f} ms, bubble {show_percent(report.bubble)}"
-            text = f"step {report.step}: loss {report.loss:.4f}{added}, {times}{mfu}"
+            text = f"rank {hook._rank}, step {report.step}: loss {report.loss:.4f}{added}, {times}{mfu}"
             logger.info(text)
 
-    return Telemetry(on_step, peak_flops)
+    hook = Telemetry(on_step, peak_flops)
+    return hook
 
 
 @takes()

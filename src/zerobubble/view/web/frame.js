@@ -3,8 +3,8 @@
 import { element, unbroken } from "./words.js";
 
 export const BUTTONS = [
-  ["zoom-in", "+", "zoom in"], ["zoom-out", "−", "zoom out"], ["zoom-all", "all", "show all"],
-  ["taller", "↕+", "taller rows"], ["lower", "↕−", "lower rows"], ["dark", "◐", "dark or light"],
+  ["zoom-in", "zoom in", "zoom in: the key +"], ["zoom-out", "zoom out", "zoom out: the key −"], ["zoom-all", "all", "show all: the key 0"],
+  ["taller", "taller", "taller rows"], ["lower", "lower", "lower rows"], ["dark", "dark", "dark or light"],
 ];
 const TOGGLES = [
   ["messages", "messages", "lines from passes to those that use their results on other ranks"],
@@ -49,7 +49,7 @@ function isUseful(name, timelines) {
 
 function player() {
   const made = element("div", "", { class: "player" });
-  made.append(element("button", "▶", { type: "button", id: "play", "aria-label": "play", title: "play through time" }));
+  made.append(element("button", "▶ play", { type: "button", id: "play", "aria-label": "play", title: "play through time: the space bar" }));
   made.append(element("input", "", { type: "range", id: "moment", min: "0", max: "1000", value: "0", "aria-label": "moment" }));
   made.append(element("output", "", { id: "clock", for: "moment" }));
   return made;

@@ -6,7 +6,7 @@ import { element, percent, roundStep, shape } from "./words.js";
 const PLOT = { left: 62, right: 18, top: 12, bottom: 44 }, HEIGHT = 380;
 const NEAR = 14, MOVED = 6, CLOSEST_RATES = 20, CLOSEST_LIMITS = 34; // pixels
 const ROUND_RATES = [0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1];
-const ACTIONS = [["front-in", "+", "zoom in"], ["front-out", "−", "zoom out"], ["front-all", "all", "show the whole front"]];
+const ACTIONS = [["front-in", "zoom in", "zoom in: the key +"], ["front-out", "zoom out", "zoom out: the key −"], ["front-all", "all", "show the whole front"]];
 const HINT = "Click a point to see its schedule. Ctrl and wheel, or pinch, to zoom, drag to move, double click for all. Keys: left and right follow the front, up and down select other placements, Enter opens the schedule, + and − zoom, Page Up and Page Down move, 0 shows all.";
 
 export class FrontChart {

@@ -17,7 +17,7 @@ export function listenToPlayer(viewer) {
   };
   const stop = () => {
     playing = false;
-    button.textContent = "▶";
+    button.textContent = "▶ play";
     button.setAttribute("aria-label", "play");
   };
   const frame = (now) => {
@@ -38,7 +38,7 @@ export function listenToPlayer(viewer) {
       return;
     }
     playing = true;
-    button.textContent = "❚❚";
+    button.textContent = "❚❚ pause";
     button.setAttribute("aria-label", "pause");
     last = performance.now();
     if (viewer.moment === null) show(0);

@@ -72,7 +72,7 @@ async function start() {
       part("notice").textContent = answer.error || "";
       if (!answer.error) {
         document.title = answer.title;
-        for (const id of ["status", "cards", "tables"]) put(id, answer[id]);
+        for (const id of ["status", "cards", "why", "tables"]) put(id, answer[id]);
         part("timeline-lead").textContent = answer.lead;
         charts.show(answer.charts);
         if (answer.timeline) await picture.show(answer.timeline);
