@@ -6,6 +6,7 @@ from zerobubble.run_folder import StepReport
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.bubble_work import Bubble, BubbleWork
 from zerobubble.runtime.hooks.post_validation import PostValidation
+from zerobubble.runtime.hooks.switches import Switch
 from zerobubble.runtime.hooks.telemetry import Telemetry, log_steps, write_scalars
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
@@ -17,6 +18,7 @@ __all__ = [
     "PostValidation",
     "StepHook",
     "StepReport",
+    "Switch",
     "Telemetry",
     "TrainingStep",
     "log_steps",

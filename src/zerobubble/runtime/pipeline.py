@@ -28,6 +28,7 @@ from zerobubble.runtime.hooks.gradient_scaling import Unscaling
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
 from zerobubble.runtime.hooks.replicas import BUCKET_BYTES
 from zerobubble.runtime.hooks.shared_parameters import Tied
+from zerobubble.runtime.hooks.switches import Switch
 from zerobubble.runtime.hooks.torch_calls import refuse_calls_for_one_rank
 from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.options import LOSS, TIMEOUT, PipelineOptions, Plays
@@ -302,6 +303,11 @@ class Pipeline:
     def plan(self) -> Plan | None:
         """The plan of `schedule=zb.Auto(...)`, with its costs and bound; None before there is one."""
         return None if self._auto is None else self._auto.plan
+
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        """The changes of schedule that `zb.Auto` has made, with what each cost; a change counts from the second step after it."""
+        return () if self._auto is None else tuple(self._auto.switches.done)
 
     @property
     def gathers(self) -> RankGathers:

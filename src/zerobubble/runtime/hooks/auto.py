@@ -4,10 +4,13 @@ Training makes progress from the first step on:
 
 1. Microbatches run one by one, which needs the least memory and measures passes undisturbed.
 2. The best published schedule runs while rank 0 searches for a plan in the background.
-3. The plan runs. Every `REVIEW` steps, a step is compared with the plan's costs, and drift starts a new search.
+3. The plan runs. Every `REVIEW` steps, a step is compared with the plan's costs. Drift that lasts for `WINDOW` steps starts a new search.
+
+A plan replaces the current schedule if it is shorter at the times of most measured steps, by enough to pay for the switch until the next
+check. Each check that changes nothing doubles the number of steps to the next one.
 
 The latency of a bad link varies from message to message, which no plan models. So a plan for a bad link must be faster, in measured steps,
-than the published schedules without W.
+than the published schedules without W. They only run if steps take nearly the same time: otherwise steps cannot show which is faster.
 
 All ranks switch at the same step, or their messages would not match. So every decision here uses only gathered values.
 
@@ -20,7 +23,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from statistics import median_low
+from math import sqrt
 from typing import Any
 
 from zerobubble.arguments import BYTES, Wanted, each, either, instance, optional, require, takes
@@ -31,6 +34,9 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Objective, Plan, Problem, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
+from zerobubble.runtime.hooks.evidence import Sample, gain, how_far, how_late, typical_costs, unsteadiness
+from zerobubble.runtime.hooks.measured_choice import MeasuredChoice
+from zerobubble.runtime.hooks.switches import Switches
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
@@ -42,9 +48,15 @@ TIMED = 2
 SECONDS = 5.0
 """The duration of a search for a plan."""
 REVIEW = 50
-"""The number of steps between two checks of the plan's costs."""
+"""The number of steps between two checks of the plan's costs, after a switch."""
+MOST_PATIENCE = 16
+"""The largest factor of `REVIEW`, reached after checks that changed nothing."""
+WINDOW = 8
+"""The number of consecutive steps that must show a drift."""
 DRIFT = 0.2
-"""Relative drift in stage times, over two consecutive steps, that triggers replanning."""
+"""Relative drift in stage times, shared by most steps of a window, that triggers replanning."""
+NOISE = 0.1
+"""The unsteadiness of step times up to which measured steps can show which schedule is faster."""
 LATE = 0.2
 """The share of a link's messages that may arrive later than the plan assumes."""
 MOST_FAILURES = 3
@@ -101,8 +113,10 @@ class AutoPlanner(StepHook):
         self._failures = 0
         self._is_waiting = False
         self._steps = 0
-        self._drifted = False
+        self._patience = 1
+        self._window: list[Sample] = []
         self._has_bad_links = False
+        self.switches = Switches()
         self._choice: MeasuredChoice | None = None
         self._pipeline: AttachedPipeline
 
@@ -125,10 +139,11 @@ class AutoPlanner(StepHook):
         Raises `InputError` with the shortage if no schedule fits into the memory limit.
         """
         with self._pipeline.activity("while choosing a schedule"):
+            self.switches.after_step(self._pipeline)
             better = self._after_step()
             if better is not None:
                 assert self.plan is not None
-                self._pipeline.change_schedule(better, self.plan.problem.costs)
+                self.switches.change(self._pipeline, better, self.plan.problem.costs)
 
     def on_close(self) -> None:
         """Ends a running search."""
@@ -151,9 +166,10 @@ class AutoPlanner(StepHook):
         self._problem = plan.problem
         self._is_waiting = False
         self._choice = None
+        self._window.clear()
         better = self._change(plan)
         if better is not None:
-            self._pipeline.change_schedule(better, plan.problem.costs)
+            self.switches.change(self._pipeline, better, plan.problem.costs)
 
     def _saved_plan(self, state: dict[str, Any]) -> Plan:
         plan = Plan.from_dict(state["plan"])
@@ -181,7 +197,7 @@ class AutoPlanner(StepHook):
         if self._choice is not None:
             return self._continue_choice(self._choice)
         self._steps += 1
-        if self._steps < REVIEW:
+        if self._steps < REVIEW * self._patience:
             return None
         return self._review(self._pipeline.timeline())
 
@@ -200,6 +216,7 @@ class AutoPlanner(StepHook):
                 taken = ", ".join(str(rank.messages) for rank in forecasts)
                 limit = f"the memory limit, of which messages take {taken} bytes on the ranks in turn"
                 raise InputError("no schedule fits into {limit}: {reason}", limit=limit, reason=str(self._problem.shortage_reason))
+        self._window = [Sample(step.makespan, costs_of(placement, self._measured[0], [step])) for step in self._measured[1:]]
         self._measured.clear()
         self._is_waiting = True
         published = self._published_that_fits()
@@ -266,34 +283,70 @@ class AutoPlanner(StepHook):
         self.on_close()
         self._is_waiting, self._steps = False, 0
         plan = None if found is None else Plan.from_dict(found)
+        samples, self._window = self._window, []
         if plan is None or not self._fits(plan):
             return None
-        if not self._has_bad_links:
-            return self._change(plan)
-        self._choice = MeasuredChoice([plan, *self._candidates(plan)])
-        return self._change(self._choice.next)
+        current = self._as_plan(plan, self.schedule, "as before")
+        if self._has_bad_links and unsteadiness(samples) <= NOISE:
+            self._choice = MeasuredChoice(self._candidates(plan, current, samples), self._cost_per_step)
+            return self._change(self._choice.next)
+        return self._settle(plan if current is None or self._pays_off(current, plan, samples) else current)
+
+    def _pays_off(self, current: Plan, plan: Plan, samples: Sequence[Sample]) -> bool:
+        """Returns whether `plan` is shorter in most sampled steps, by more than their noise and by enough to pay for a switch."""
+        if plan.schedule.rows == current.schedule.rows:
+            return True
+        shorter = gain(current, plan, [sample.costs for sample in samples])
+        noise = unsteadiness(samples) / sqrt(len(samples)) * (current.time or 0)
+        figures = [show_ms(round(time)) for time in (shorter, noise, self._cost_per_step)]
+        _log.info("%s takes %s less in most steps, which vary by %s; a switch costs %s of each", plan.schedule.name, *figures)
+        return shorter > max(noise, self._cost_per_step)
+
+    @property
+    def _cost_per_step(self) -> float:
+        """The cost of a switch in ns, shared by the steps to the next check."""
+        return self.switches.cost / REVIEW
+
+    def _settle(self, plan: Plan) -> Schedule | None:
+        """Changes to a plan that stays until a later check."""
+        change = self._change(plan)
+        self._patience = 1 if change is not None else self._patience
+        return change
 
     def _continue_choice(self, choice: MeasuredChoice) -> Schedule | None:
         """Adds a step of a measured choice; returns the schedule of the next one, or the fastest."""
         choice.add(self._pipeline.timeline().makespan)
         if choice.is_over:
-            self._choice, self._has_bad_links = None, False
+            self._choice = None
             _log.info("with late messages, %s", choice)
+            self._patience = 1 if choice.has_changed else self._patience
         return self._change(choice.next)
 
-    def _candidates(self, plan: Plan) -> list[Plan]:
-        """Returns the candidates besides a plan for bad links: the current schedule, and the published ones without W that fit."""
-        problem, found = plan.problem, {plan.schedule.rows: plan}
+    def _as_plan(self, plan: Plan, schedule: Schedule, how: str) -> Plan | None:
+        """Returns a plan of `schedule` for the problem of `plan`; None if it exceeds the limits."""
+        try:
+            return Plan.from_schedule(plan.problem, plan.bound, schedule, 0.0, how)
+        except ScheduleError:
+            return None
+
+    def _candidates(self, plan: Plan, current: Plan | None, samples: Sequence[Sample]) -> list[Plan]:
+        """Returns the candidates for bad links: the current schedule, the plan, and the published schedules without W that fit.
+
+        A published schedule is left out if most samples predict it to be slower than the plan by more than steps vary.
+        """
+        problem, costs = plan.problem, [sample.costs for sample in samples]
+        most = NOISE * (plan.time or 0)
         published = (
-            schedule for schedule in seeds.published_schedules(problem.placement, problem.num_microbatches) if not schedule.split_stages
+            self._as_plan(plan, schedule, "published")
+            for schedule in seeds.published_schedules(problem.placement, problem.num_microbatches)
+            if not schedule.split_stages
         )
-        for schedule, how in ((self.schedule, "as before"), *((schedule, "published") for schedule in published)):
-            if schedule.rows not in found:
-                try:
-                    found[schedule.rows] = Plan.from_schedule(problem, plan.bound, schedule, 0.0, how)
-                except ScheduleError:
-                    continue  # it exceeds the limits
-        return [other for other in found.values() if other is not plan and self._fits(other)]
+        near = (other for other in published if other is not None and gain(other, plan, costs) <= most)
+        candidates: dict[object, Plan] = {}
+        for candidate in (current, plan, *near):
+            if candidate is not None and candidate.schedule.rows not in candidates and (candidate is plan or self._fits(candidate)):
+                candidates[candidate.schedule.rows] = candidate
+        return list(candidates.values())
 
     def _search(self) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the search is over, and the plan in its JSON form, None if there is none."""
@@ -312,23 +365,25 @@ class AutoPlanner(StepHook):
         return found is not None, None if found is None else found.to_dict()
 
     def _review(self, timeline: Timeline) -> Schedule | None:
-        """Compares a step with the plan's costs. A search starts after two drifting steps in a row, or if there is no plan."""
+        """Compares steps with the plan's costs. A search starts if most steps of a window drifted, or if there is no plan."""
         assert self._problem is not None
-        now = corrected(self._problem.costs, timeline)
-        off, late = how_far(self._problem.costs, now), how_late(self._problem.costs, now)
+        self._window.append(Sample(timeline.makespan, corrected(self._problem.costs, timeline)))
+        samples = [sample.costs for sample in self._window]
+        off, late = how_far(self._problem.costs, samples), how_late(self._problem.costs, samples)
         if max(off, late) <= DRIFT and self.plan is not None:
-            self._steps, self._drifted = 0, False
+            self._steps = 0
+            self._window.clear()
             return None
-        if not self._drifted:
-            self._drifted = True
+        if len(self._window) < WINDOW:
             return None
         if off > DRIFT:
             _log.info("stage times differ from the plan by up to %.0f %%: replanning", 100 * off)
         if late > DRIFT:
             _log.info("messages arrive later than planned, by up to %.0f %% of the passes of a microbatch: replanning", 100 * late)
-            self._has_bad_links = True
-        self._problem = replace(self._problem, costs=now, objective=self._objective)
-        self._is_waiting, self._drifted = True, False
+        self._has_bad_links = late > DRIFT
+        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._problem = replace(self._problem, costs=typical_costs(self._window), objective=self._objective)
+        self._is_waiting = True
         return self._wait()
 
     def _change(self, plan: Plan) -> Schedule | None:
@@ -379,65 +434,6 @@ def corrected(planned: Costs, timeline: Timeline) -> Costs:
     return replace(planned, forward=found.forward, backward=tuple(backward), weight=tuple(weight), comm=comm)
 
 
-def how_far(planned: Costs, found: Costs) -> float:
-    """Returns the largest relative drift of any stage's F, or of its B and W together."""
-    pairs = [*zip(planned.forward, found.forward, strict=True), *zip(_back(planned), _back(found), strict=True)]
-    return max((abs(now - was) / was for was, now in pairs if was), default=0.0)
-
-
-def how_late(planned: Costs, found: Costs) -> float:
-    """Returns the largest delay of a link's messages over the plan, relative to the mean time of a stage's F, B and W."""
-    work = sum(found.forward) + sum(_back(found))
-    later = (now - was for was, now in zip(planned.comm, found.comm, strict=True))
-    return max(later, default=0) * found.num_stages / work if work else 0.0
-
-
-def _back(costs: Costs) -> list[int]:
-    return [backward + weight for backward, weight in zip(costs.backward, costs.weight, strict=True)]
-
-
 def _plenty(costs: Costs, num_microbatches: int) -> int:
     """Returns the bytes of all microbatches at once."""
     return max(1, num_microbatches * (sum(costs.held_after_f) + sum(costs.held_after_b)))
-
-
-STEPS = 5
-"""Steps that each candidate runs."""
-
-
-class MeasuredChoice:
-    """Runs steps of the `candidates` in turns. `next` is the plan of the next step, and the fastest one once the choice `is_over`.
-
-    Step times vary with the load of machines and links. So the candidates alternate, to meet the same load, and their medians count.
-    """
-
-    def __init__(self, candidates: Sequence[Plan]) -> None:
-        self._candidates = candidates
-        self._times: list[list[int]] = [[] for _ in candidates]
-        self._num_steps = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all candidates have run their steps."""
-        return self._num_steps == STEPS * len(self._candidates)
-
-    @property
-    def next(self) -> Plan:
-        """The plan of the next step; the fastest candidate once the choice is over."""
-        if not self.is_over:
-            return self._candidates[self._num_steps % len(self._candidates)]
-        medians = self._medians()
-        fastest = self._candidates[medians.index(min(medians))]
-        return replace(fastest, how=f"{fastest.how}, measured to be the fastest of {len(medians)}")
-
-    def add(self, makespan: int) -> None:
-        """Adds the time in ns that the step of `next` took."""
-        self._times[self._num_steps % len(self._candidates)].append(makespan)
-        self._num_steps += 1
-
-    def _medians(self) -> list[int]:
-        return [median_low(times) for times in self._times]
-
-    def __str__(self) -> str:
-        pairs = zip(self._candidates, self._medians(), strict=True)
-        return ", ".join(f"{plan.schedule.name} took {show_ms(time)}" for plan, time in pairs)
