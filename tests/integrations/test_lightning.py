@@ -165,6 +165,13 @@ def test_a_callback_that_raises_on_one_rank_ends_all_with_its_error(tmp_path: Pa
     assert all(part in last for part in ("rank 0", "OSError", "no space left")), last
 
 
+@pytest.mark.feature("training again in the same processes after errors")
+def test_a_retry_in_the_same_processes_trains_as_one_device(reference: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--cases", "plain", "--retry", ranks=2)
+    assert_same_log(tmp_path, reference, "plain")
+    assert_same_weights(tmp_path, reference, "plain")
+
+
 @pytest.mark.feature("trainer.should_stop on one rank: all ranks stop")
 def test_should_stop_on_one_rank_stops_all_at_the_same_batch(tmp_path: Path) -> None:
     for code, printed in outcomes(PROGRAM, tmp_path, "--cases", "plain", "--fault", "stop", ranks=2):

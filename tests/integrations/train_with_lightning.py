@@ -405,7 +405,7 @@ class Rows(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if outputs else torch.tensor(0.0)
-        if trainer.global_step == 3 and trainer.is_global_zero and self.fault == "raise":
+        if trainer.global_step == 3 and (self.fault == "raise everywhere" or (trainer.is_global_zero and self.fault == "raise")):
             raise OSError("no space left")
         if trainer.global_step == 3 and trainer.is_global_zero and self.fault == "stop":
             trainer.should_stop = True
@@ -462,12 +462,21 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--resume", help="a checkpoint from which the cases go on")
-    parser.add_argument("--fault", choices=[*SIGNALS, "data", "raise", "stop"], help="a fault of one rank in the third step")
+    faults = [*SIGNALS, "data", "raise", "raise everywhere", "stop"]
+    parser.add_argument("--fault", choices=faults, help="a fault of one rank in the third step")
+    parser.add_argument("--retry", action="store_true", help="train first with the errors of one rank, of all, and of one again")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    errors: list[Exception] = []
     for name in options.cases:
+        for fault in ("raise", "raise everywhere", "raise") if options.retry else ():
+            try:
+                train(options.folder / name, name, options.replicas, fault=fault)
+            except (OSError, zb.PipelineError) as error:
+                errors.append(error)  # which keeps the groups of torch
         train(options.folder / name, name, options.replicas, options.resume, options.fault)
+    assert len(errors) == 3 * options.retry * len(options.cases)
 
 
 if __name__ == "__main__":

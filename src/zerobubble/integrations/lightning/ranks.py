@@ -24,6 +24,7 @@ from torchmetrics import Metric
 
 import zerobubble as zb
 from zerobubble.integrations.lightning.refusals import refuse_loader
+from zerobubble.integrations.lightning.world import connecting, store_of_retry
 from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
 from zerobubble.runtime.step.optimizers import SAVED_BY
 
@@ -80,10 +81,11 @@ class PipelineRanks:
         """Connects all ranks, and makes the mesh."""
         self.set_world_ranks()
         backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
-        _init_dist_connection(self.cluster_environment, backend)
-        if self._mesh is None:
-            shape = (self._data_parallel_size, self.world_size // self._data_parallel_size)
-            self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp", "pp"))
+        with connecting():
+            _init_dist_connection(self.cluster_environment, backend, **store_of_retry())
+            if self._mesh is None:
+                shape = (self._data_parallel_size, self.world_size // self._data_parallel_size)
+                self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp", "pp"))
 
     def _share_random_states(self) -> None:
         """Gives the ranks of a pipeline the same random states, so that their data loaders shuffle alike."""

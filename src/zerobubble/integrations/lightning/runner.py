@@ -39,6 +39,7 @@ from zerobubble.integrations.lightning.logs import Entry, MetricState, Parts, St
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lightning.whole_batch import WholeBatch, loss_of, metrics_copied
+from zerobubble.integrations.lightning.world import end_world
 from zerobubble.integrations.whole_model import (
     CalledError,
     copy_from,
@@ -458,20 +459,23 @@ class StepRunner:
         refuse_different_batches(batch, self._group)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Closes the pipeline, on every rank; after an `error`, at once.
+        """Closes the pipeline, on every rank; after an `error`, at once, and with the process group.
 
-        Other ranks may wait in a collective of Lightning: they wake when the process group is destroyed, and then raise the report.
+        Other ranks may wait in a collective of Lightning: they wake when the process group ends, and then raise the report.
         """
-        if self.pipe is None:
+        pipe = self.pipe
+        if pipe is None:
             return
-        pipe, self.pipe = self.pipe, None
         guard = pipe._steps.guard
         if error is None:
             pipe.close()
         elif guard.closed is None:
             report = guard.report_error(error, "in a method of Trainer, outside the pipeline")
-            dist.destroy_process_group()
+            end_world()
             guard.close_after(error, report.message, report)
+        else:
+            end_world()
+        self.pipe = None
 
 
 class _Loss(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -228,6 +229,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self._is_interrupted = True
         if self._runner is not None:
             self._runner.close(exception)
+        if not dist.is_initialized():
+            self._mesh = None
 
     def teardown(self) -> None:
         self._writers.close()
