@@ -169,17 +169,24 @@ class Manual(Classifier):
 
 
 class Layers(lightning.LightningModule):
-    """Layers without a module around them, cut by the forward of the LightningModule, and a parameter of the loss."""
+    """Layers and a metric without a module around them, cut by the forward of the LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.train_accuracy = Accuracy()
         self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.third(self.second(self.first(x).tanh()).relu()).tanh())
 
-    training_step = Classifier.training_step
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.train_accuracy(logits, y)
+        self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        return functional.cross_entropy(logits, y)
+
     configure_optimizers = Classifier.configure_optimizers
 
     def model(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -574,6 +575,36 @@ def evaluated(stages: list[nn.Module], x: Tensor) -> Any:
     for stage in stages:
         given = stage(**given)
     return given
+
+
+class Logged(nn.Module):
+    """A child without parameters that holds what has no copy: directly, and deep in an object. It copies in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.calls = threading.Lock(), {"by": [threading.Condition()]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock, self.calls["by"][0]:
+            return x * 2
+
+
+class Logs(Layers):
+    def set_up(self) -> None:
+        self.log = Logged()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.log(self.body(x))
+
+
+def test_locks_of_modules_around_parts_are_shared() -> None:
+    model, x = made(Logs), batch()[0][0]
+    split = zb.split(model, example=x)
+    first, second = split(0, 2), split(1, 2)
+    torch.testing.assert_close(loss_of(second(**first(x))), loss_of(model(x)), rtol=1e-12, atol=0)
 
 
 def test_weights_that_code_outside_of_a_part_rescales_are_rescaled_on_the_stage_of_the_part() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar
@@ -47,8 +49,30 @@ def _deep(value: Any, memo: dict[int, Any]) -> Any:
         made = memo[id(value)] = object.__new__(kind)
         made.__dict__.update((name, _deep(each, memo)) for name, each in value.__dict__.items() if name not in _COMPILED)
     else:
-        made = copy.deepcopy(value, memo)
+        made = _with_handles(value, memo)
     return made
+
+
+def _with_handles(value: Any, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy that shares what has no copy, such as a lock or a process group."""
+    while True:
+        size = len(memo)
+        try:
+            return copy.deepcopy(value, memo)
+        except TypeError as error:
+            handle = _handle_of(error)
+            if handle is None:
+                raise
+            while len(memo) > size:  # unfinished copies
+                memo.popitem()
+            memo[id(handle)] = handle
+
+
+def _handle_of(error: TypeError) -> Any:
+    """Returns the object that `copy.deepcopy` could not copy; None if its class raised the error, or for an iterator, which has a state."""
+    copied = [frame.f_locals["x"] for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is copy.deepcopy.__code__]
+    value = copied[-1] if copied else None
+    return None if isinstance(value, Iterator) or hasattr(value, "__deepcopy__") else value
 
 
 @cache
