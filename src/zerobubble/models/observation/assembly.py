@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.following import BACKWARD_HOOKS, FORWARD_HOOKS, Changes, Follower, put_entries
 from zerobubble.models.observation.units import Units, belongs_somewhere, join
-from zerobubble.runtime.values.released import is_released
+from zerobubble.runtime.values.released import is_released, values_of
 
 UnitMaker = Callable[[str, nn.Module], nn.Module]
 """`(name, unit) -> module`: creates the replacement of a unit."""
@@ -71,13 +71,14 @@ class _Assembly:
     def _around(self, name: str, given: nn.Module) -> nn.Module:
         copied = shallow(given)
         copied._modules = {child: None if part is None else self.make(join(name, child), part) for child, part in given._modules.items()}
-        copied._buffers = {own: None if buffer is None else buffer.clone() for own, buffer in given._buffers.items()}
+        copied._buffers = {own: _cloned(buffer) for own, buffer in given._buffers.items()}
         copied._parameters = {}
         for own, parameter in given._parameters.items():
             place(copied, own, parameter if parameter is None else self.make_parameter(join(name, own), parameter))
         if self._follower is not None:
-            followed = _AroundUnits(self, name, given, copied, refuses_hooks=name in self._refuses_hooks)
-            self._follower.add(name, given, followed, contents=False)
+            separate: set[str] = set()
+            followed = _AroundUnits(self, name, given, copied, separate, refuses_hooks=name in self._refuses_hooks)
+            self._follower.add(name, given, followed, copied, separate, contents=False)
         return copied
 
     def copied(self, name: str, given: nn.Module) -> nn.Module:
@@ -91,7 +92,8 @@ class _Assembly:
         found = copy_of(given, memo)
         for path, module in given.named_modules(prefix=name) if self._follower is not None else ():
             assert self._follower is not None
-            self._follower.add(path, module, _WithoutParameters(self, path, module, memo[id(module)]), contents=True)
+            made = memo[id(module)]
+            self._follower.add(path, module, _WithoutParameters(self, path, module, made), made, contents=True)
         return found
 
     def lead_to(self, given: nn.Module, names: Iterable[str]) -> None:
@@ -103,13 +105,16 @@ class _Assembly:
 
 
 class _AroundUnits:
-    """The copy of a module around the units, which shares plain attributes with the module."""
+    """The copy of a module around the units, which shares plain attributes with the module, except the `own` ones, which it copies."""
 
-    def __init__(self, assembly: _Assembly, name: str, module: nn.Module, copy: nn.Module, *, refuses_hooks: bool) -> None:
+    def __init__(
+        self, assembly: _Assembly, name: str, module: nn.Module, copy: nn.Module, own: Collection[str], *, refuses_hooks: bool
+    ) -> None:
         self._assembly = assembly
         self._name = name
         self._module = module
         self._copy = copy
+        self._own = own
         self._refused_hooks = (*FORWARD_HOOKS, *BACKWARD_HOOKS) if refuses_hooks else ("_backward_hooks",)
 
     def fault(self, changes: Changes) -> str:
@@ -142,7 +147,8 @@ class _AroundUnits:
         for name in changes.attributes:
             self._copy.__dict__.pop(name, None)
             if name in self._module.__dict__:
-                self._copy.__dict__[name] = self._module.__dict__[name]
+                value = self._module.__dict__[name]
+                self._copy.__dict__[name] = copy_of(value) if name in self._own else value
         self._assembly.lead_to(self._module, changes.attributes)
 
 
@@ -210,7 +216,7 @@ def follow_kind(copy: nn.Module, module: nn.Module) -> None:
 
 
 def _cloned(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
+    return None if buffer is None else values_of(buffer)
 
 
 def _with_made(made: Mapping[nn.Module, nn.Module], value: Any, depth: int = 3) -> Any:

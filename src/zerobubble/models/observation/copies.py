@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Module = TypeVar("Module", bound=nn.Module)
+from zerobubble.runtime.values.released import is_old, values_of
+
+Value = TypeVar("Value")
 
 
-def copy_of(module: Module, others: dict[int, Any] | None = None) -> Module:
-    """Returns a deep copy of `module`. `others` is the memo: replacements by id, extended by the copied objects.
+def copy_of(value: Value, others: dict[int, Any] | None = None) -> Value:
+    """Returns a deep copy of `value`, such as a module. `others` is the memo: replacements by id, extended by the copied objects.
 
     Computed tensors that a forward left in the module, such as a recurrent state, are copied detached: `copy.deepcopy` refuses non-leaf
     tensors.
     """
     with _WithoutGradients():
-        made: Module = _deep(module, {} if others is None else others)
+        made: Value = _deep(value, {} if others is None else others)
         return made
 
 
@@ -48,6 +50,8 @@ def _deep(value: Any, memo: dict[int, Any]) -> Any:
     elif isinstance(value, nn.Module) and _is_copied_as_others(kind):
         made = memo[id(value)] = object.__new__(kind)
         made.__dict__.update((name, _deep(each, memo)) for name, each in value.__dict__.items() if name not in _COMPILED)
+    elif isinstance(value, Tensor) and is_old(value):
+        made = memo[id(value)] = values_of(value)
     else:
         made = _with_handles(value, memo)
     return made

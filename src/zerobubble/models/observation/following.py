@@ -1,18 +1,21 @@
 """Follows changes of a model: what has changed in a module of the model is changed in its copies before the next call.
 
 A stage shares its parts with the model. It has copies of the modules around them, because every stage runs that code and keeps its own
-state. A `Follower` compares these modules with what they were, by identity (buffers also by version), in about 5 us each.
+state. A `Follower` compares these modules with what they were, by identity (buffers also by version), in about 5 us each. After a call, it
+gives the model the attributes and buffers that the code around the parts has set in the copies, such as a counter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.models.observation.copies import copy_of
 from zerobubble.runtime.split.python_state.identity import Identity
 
 FORWARD_HOOKS = (
@@ -45,11 +48,11 @@ class Changes(NamedTuple):
 class Snapshot:
     """The state of a module at one time: its class, its attributes and the entries of its dicts.
 
-    With `contents`, it includes what lists, dicts and other objects among its attributes hold; otherwise only modules in lists and dicts.
-    It holds all values, so that no other object gets the id of one of them.
+    With `contents`, it includes what lists, dicts, tensors and other objects among its attributes hold, or among the attributes of these
+    names; otherwise only modules in lists and dicts. It holds all values, so that no other object gets the id of one of them.
     """
 
-    def __init__(self, module: nn.Module, *, contents: bool) -> None:
+    def __init__(self, module: nn.Module, *, contents: bool | Collection[str]) -> None:
         values = module.__dict__
         self._module = module
         self.kind = type(module)
@@ -59,8 +62,8 @@ class Snapshot:
         self.frozen = frozen_in(module)
         self._values = dict(values)  # holds them, so that their ids stay unique
         self._ids = list(map(id, values.values()))
-        self._look_inside = contents_of if contents else modules_inside
-        self.inside = {name: self._look_inside(value) for name, value in self.values.items() if _is_compound(value)}
+        self._with_contents = frozenset(self.values) if contents is True else frozenset(contents or ())
+        self.inside = {name: self._look_inside(name, value) for name, value in self.values.items() if self._is_compound(name, value)}
 
     def holds(self) -> bool:
         """Returns whether the module is still as it was."""
@@ -69,10 +72,16 @@ class Snapshot:
             type(self._module) is self.kind
             and list(map(id, values.values())) == self._ids
             and all(_is_same(values[name], held) for name, held in self.dicts.items() if held or values[name])
-            and all(self._look_inside(values[name]) == found for name, found in self.inside.items())
+            and all(self._look_inside(name, values[name]) == found for name, found in self.inside.items())
             and frozen_in(self._module) == self.frozen
             and _versions(self._module) == self.versions
         )
+
+    def _look_inside(self, name: str, value: Any) -> list[Any]:
+        return contents_of(value) if name in self._with_contents else modules_inside(value)
+
+    def _is_compound(self, name: str, value: Any) -> bool:
+        return is_compound(value) or (isinstance(value, Tensor) and name in self._with_contents)
 
     def since(self, before: Snapshot) -> Changes:
         """Returns what has changed since the snapshot `before`."""
@@ -89,8 +98,12 @@ class Snapshot:
 def _versions(module: nn.Module) -> dict[str, int]:
     if not module._buffers:
         return {}
+    return {name: 0 if buffer is None else _version(buffer) for name, buffer in module._buffers.items()}
+
+
+def _version(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():  # a released tensor refuses other uses
-        return {name: 0 if buffer is None or buffer.is_inference() else buffer._version for name, buffer in module._buffers.items()}
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def frozen_in(module: nn.Module) -> frozenset[str]:
@@ -108,7 +121,8 @@ def _differing(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:
     return (name for name in {**before, **now} if name not in before or name not in now or before[name] is not now[name])
 
 
-def _is_compound(value: Any) -> bool:
+def is_compound(value: Any) -> bool:
+    """Returns whether `value` may hold other objects."""
     return not isinstance(value, (bool, int, float, str, type(None), Tensor, nn.Module, type)) and not callable(value)
 
 
@@ -121,8 +135,10 @@ def modules_inside(value: Any, depth: int = _DEPTH) -> list[Any]:
 
 
 def contents_of(value: Any, depth: int = _DEPTH) -> list[Any]:
-    """Returns the objects inside of `value`, to be compared by identity."""
-    if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or not depth:
+    """Returns the objects inside of `value`, to be compared by identity, and the versions of tensors."""
+    if isinstance(value, Tensor):
+        return [_version(value)]
+    if isinstance(value, (nn.Module, type)) or callable(value) or not depth:
         return []
     if isinstance(value, dict):
         inner = [*dict.items(value)]
@@ -132,6 +148,17 @@ def contents_of(value: Any, depth: int = _DEPTH) -> list[Any]:
     else:
         inside = [*getattr(value, "__dict__", {}).values()]
     return [identity for content in inside for identity in (Identity(content), *contents_of(content, depth - 1))]
+
+
+def places_in(value: Any, depth: int = _DEPTH) -> list[int]:
+    """Returns the `id` of each object inside of `value` that can change."""
+    if isinstance(value, (bool, int, float, str, type(None), nn.Module, type)) or callable(value) or not depth:
+        return []
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        inside = [*value.values()] if isinstance(value, dict) else [*value]
+    else:
+        inside = [vars(value)] if hasattr(value, "__dict__") and not isinstance(value, Tensor) else []
+    return [id(value), *(place for content in inside for place in places_in(content, depth - 1))]
 
 
 class Copy(Protocol):
@@ -147,12 +174,19 @@ class Copy(Protocol):
 
 
 class _Followed:
-    """A module of the model, its copy, and what the module was when the copy last followed it."""
+    """A module of the model, its copy, and what the module was when the copy last followed it.
 
-    def __init__(self, name: str, module: nn.Module, copy: Copy, *, contents: bool) -> None:
-        self._name = name
+    `made` is the module of the copy, or None if that sets nothing of its own. `before` is what it was before the current call. Of the
+    attributes `own`, or of all with `contents`, the copy has copies.
+    """
+
+    def __init__(self, name: str, module: nn.Module, copy: Copy, made: nn.Module | None, own: set[str], *, contents: bool) -> None:
+        self.name = name
         self._module = module
-        self._contents = contents
+        self._made = made
+        self._own = own
+        self._contents = contents or own
+        self._before: Snapshot | None = None
         self.copy = copy
         self.snapshot = self.now()
 
@@ -161,18 +195,104 @@ class _Followed:
 
     def fault(self, changes: Changes) -> str:
         fault = self.copy.fault(changes)
-        return fault and f"{fault} of {repr(self._name) if self._name else 'the model'}"
+        return fault and f"{fault} of {repr(self.name) if self.name else 'the model'}"
+
+    def begin(self) -> None:
+        """Remembers the copy before a call."""
+        if self._made is not None and (self._before is None or not self._before.holds()):
+            self._before = Snapshot(self._made, contents=self._contents)
+
+    def set_by_call(self) -> Changes | None:
+        """Returns what the call has set in the copy, None if that is nothing."""
+        if self._made is None or self._before is None or self._before.holds():
+            return None
+        return Snapshot(self._made, contents=self._contents).since(self._before)
+
+    def give_back(self, changes: Changes) -> None:
+        """Makes these changes of the copy in the module."""
+        assert self._made is not None
+        assert self._before is not None
+        for name in changes.attributes:
+            self._give_attribute(name)
+        for name in changes.entries.get("_buffers", ()):
+            _give_buffer(self._module._buffers, self._made._buffers, name, self._before.dicts["_buffers"].get(name))
+
+    def separate(self, names: Collection[str]) -> None:
+        """Gives the copy copies of what it shares with the module under these names."""
+        new = [name for name in names if name not in self._own and self._made is not None and name in self._made.__dict__]
+        if self._contents is True or not new:
+            return
+        is_as_followed = self.snapshot.holds()
+        assert self._made is not None
+        self._made.__dict__.update({name: copy_of(self._made.__dict__[name]) for name in new})
+        self._own.update(new)
+        if is_as_followed:
+            self.snapshot = self.now()
+
+    def _give_attribute(self, name: str) -> None:
+        assert self._made is not None
+        value = self._made.__dict__.get(name)
+        if name not in self._made.__dict__:
+            if not hasattr(self._made, name):  # not a module now
+                self._module.__dict__.pop(name, None)
+        elif not (isinstance(value, (nn.Module, nn.Parameter)) or callable(value) or modules_inside(value)):
+            is_shared = name not in self._own if self._contents is not True else not (is_compound(value) or isinstance(value, Tensor))
+            assert self._before is not None
+            held = self._module.__dict__.get(name) if value is self._before.values.get(name) else None
+            self._module.__dict__[name] = value if is_shared else with_contents(held, copy_of(value))
+
+
+def with_contents(held: Any, value: Any) -> Any:
+    """Returns `held` with the contents of `value` if both are of one kind that can change in place, else `value`."""
+    if type(held) is not type(value):
+        return value
+    if isinstance(held, list):
+        held[:] = value
+    elif isinstance(held, (dict, set)):
+        held.clear()
+        held.update(value)
+    elif isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype and not held.requires_grad:
+        held.copy_(value)
+    elif not isinstance(held, Tensor) and hasattr(held, "__dict__"):
+        vars(held).clear()
+        vars(held).update(vars(value))
+    else:
+        return value
+    return held
+
+
+def _give_buffer(buffers: dict[str, Tensor | None], made: Mapping[str, Tensor | None], name: str, before: Tensor | None) -> None:
+    """Gives a module the buffer of this name that its copy has `made`: in place if it was changed in place."""
+    held, value = buffers.get(name), made.get(name)
+    if name not in made:
+        buffers.pop(name, None)
+    elif value is not None and value is before and held is not None and held.shape == value.shape:
+        held.copy_(value)
+    else:
+        buffers[name] = None if value is None else value.detach().clone()
 
 
 class Follower:
-    """Lets copies of a model's modules follow the model."""
+    """Lets copies of a model's modules follow the model. Copies of a stage that `is_alone` on its rank share objects with the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool = True) -> None:
+        self.is_alone = is_alone
         self._followed: list[_Followed] = []
 
-    def add(self, name: str, module: nn.Module, copy: Copy, *, contents: bool) -> None:
-        """Lets `copy` follow `module`, which has this name in the model. `contents` is that of its snapshots."""
-        self._followed.append(_Followed(name, module, copy, contents=contents))
+    def add(
+        self, name: str, module: nn.Module, copy: Copy, made: nn.Module | None = None, own: set[str] | None = None, *, contents: bool
+    ) -> None:
+        """Lets `copy` follow `module`, which has this name in the model. `contents` is that of its snapshots.
+
+        `made` is the module of the copy, if `give_back` is to give `module` what it has set. It has copies of the attributes `own`, and of
+        all with `contents`.
+        """
+        self._followed.append(_Followed(name, module, copy, made, set() if own is None else own, contents=contents))
+
+    def separate(self, names: Mapping[str, Collection[str]]) -> None:
+        """Gives copies these attributes, by module, that they have shared with the model until now."""
+        for followed in self._followed:
+            followed.separate(names.get(followed.name, ()))
 
     def follow(self) -> bool:
         """Makes the changes since the last call, and returns whether there were any.
@@ -191,7 +311,28 @@ class Follower:
         for followed, now, changes in changed:
             followed.copy.follow(changes)
             followed.snapshot = now
+        for followed in self._followed:
+            followed.begin()
         return bool(changed)
+
+    def give_back(self) -> None:
+        """Gives the model what the call since `follow` has set in the copies."""
+        for followed in self._followed:
+            changes = followed.set_by_call()
+            if changes is not None:
+                followed.give_back(changes)
+
+    @contextmanager
+    def not_following(self) -> Iterator[None]:
+        """A context whose changes of the model the copies do not follow."""
+        as_followed = [followed for followed in self._followed if followed.snapshot.holds()]
+        yield
+        for followed in as_followed:
+            followed.snapshot = followed.now()
+
+    def has_set(self) -> bool:
+        """Returns whether the call since `follow` has set anything in the copies."""
+        return any(followed.set_by_call() is not None for followed in self._followed)
 
 
 def put_entries(copy: nn.Module, module: nn.Module, changes: Changes, dicts: tuple[str, ...], converted: Callable[[Any], Any]) -> None:

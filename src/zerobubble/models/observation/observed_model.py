@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -29,7 +31,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.all_parameters import refuse_going_through, show_all_parameters
 from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
-from zerobubble.models.observation.following import Snapshot, frozen_in
+from zerobubble.models.observation.following import Follower, Snapshot, frozen_in, is_compound, modules_inside, places_in
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
 from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
@@ -56,6 +58,11 @@ class ObservedModel:
         self._had_hooks = models_with_hooks(model)
         self.has_hooks: frozenset[str] = frozenset()
         self._flows: OrderedDict[Any, Dataflow] = OrderedDict()
+        self.changed: dict[str, set[str]] = defaultdict(set)
+        """Names of attributes and buffers that forwards change, by the module around the units that has them."""
+        self.changed_late: dict[str, set[str]] = defaultdict(set)
+        """The names that forwards change after they have called a unit: stages before the last one may not run that code."""
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._assemble()
 
@@ -85,17 +92,37 @@ class ObservedModel:
         )
         self._python = PythonState(model, self._model)
         outside = modules_outside(model, units).items()
-        self._snapshots = [Snapshot(module, contents=name not in units.around) for name, module in outside]
+        self._copies = {name: self._model.get_submodule(name) for name, _ in outside}
+        self._take_snapshots()
         self._forms = [_form_of(unit) for unit in units.units.values()]
 
-    def follow(self) -> None:
-        """Observes anew what code around the units may do otherwise, if the model was changed."""
+    def _take_snapshots(self) -> None:
+        around = self._units.around
+        self._snapshots = [
+            Snapshot(module, contents=name not in around) for name, module in modules_outside(self._given, self._units).items()
+        ]
+
+    @contextmanager
+    def not_changing(self) -> Iterator[None]:
+        """A context that gives the model what its forwards have set: no reason to observe it anew, and nothing that stages follow."""
+        with self._lock, ExitStack() as stack:
+            for follower in self._followers:
+                stack.enter_context(follower.not_following())
+            is_same = all(snapshot.holds() for snapshot in self._snapshots)
+            yield
+            if is_same:
+                self._take_snapshots()
+
+    def follow(self) -> bool:
+        """Observes anew what code around the units may do otherwise, if the model was changed. Returns whether it was."""
         with self._lock:
             is_same = all(snapshot.holds() for snapshot in self._snapshots) and not any(
                 shape_only.is_read_differently() for shape_only in self.shape_only_by_name.values()
             )
             if not is_same or self._forms != [_form_of(unit) for unit in self._units.units.values()]:
                 self._assemble()
+                return True
+        return False
 
     def _stand_in(self, name: str, unit: nn.Module) -> nn.Module:
         stand_in = self._stand_ins[name] = StandIn(self.shape_only_by_name[name], self._current)
@@ -132,22 +159,79 @@ class ObservedModel:
         for module, mode in self._modes:
             module.training = training and mode
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        observed = _Observed(source_tracker, self._record)
+        observed = _Observed(source_tracker, self._record, self._states)
         with self._python.restored():  # the code of parts may change objects outside of their shape-only copies; reads all parameters
             self._current.forward = observed
             try:
                 with forked(self._parameters, around), torch.no_grad(), source_tracker, collecting_losses() as added:
+                    at_begin = self._states()
                     output = self._model(*args, **kwargs)
+                    self._note_changes(at_begin, observed.at_first_call or {})
                     sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)
             finally:
                 del self._current.forward
                 for buffer, before in buffers:
                     buffer.copy_(before)
+        self._separate()
         _refuse_losses(added)
         _refuse_changed_behind(source_tracker.changed_inside)
         _refuse_stale(source_tracker.used & observed.written)
         together = observed.checkpoints.together() + self._sharing(observed.written)
         return Dataflow(observed.calls(), sources, together, not given.isdisjoint(source_tracker.written), observed.marked())
+
+    def _states(self) -> dict[str, Snapshot]:
+        """Returns the state of each copy of a module around the units."""
+        with not_of_the_model(self._current):
+            return {name: Snapshot(module, contents=True) for name, module in self._copies.items()}
+
+    def _note_changes(self, before: Mapping[str, Snapshot], at_first_call: Mapping[str, Snapshot]) -> None:
+        for name, now in self._states().items():
+            for changed, since in ((self.changed, before), (self.changed_late, at_first_call)):
+                changes = now.since(since[name]) if name in since else None
+                names = () if changes is None else (*changes.attributes, *changes.entries.get("_buffers", ()))
+                if names:
+                    changed[name].update(names)
+
+    def add(self, follower: Follower) -> None:
+        """Adds the follower of a stage.
+
+        Unless that is alone on its rank, its copies get copies of the objects that forwards change, now and whenever others are observed.
+        """
+        self._followers.add(follower)
+        self._separate()
+
+    def _separate(self) -> None:
+        for follower in self._followers:
+            if not follower.is_alone:
+                follower.separate(self._changed_objects())
+
+    def counts(self) -> list[str]:
+        """Returns the numbers and buffers around the units that forwards change."""
+        names = [(name, own, self._copies[name]) for name, changed in self.changed.items() for own in sorted(changed)]
+        return [join(name, own) for name, own, part in names if own in part._buffers or type(vars(part).get(own)) in (int, float)]
+
+    def _changed_objects(self) -> dict[str, set[str]]:
+        """Returns the attributes, by module around the units, whose objects forwards change."""
+        values = {
+            (name, own): value
+            for name, changed in self.changed.items()
+            for own, value in vars(self._copies[name]).items()
+            if own in changed and (is_compound(value) or isinstance(value, Tensor)) and not modules_inside(value)
+        }
+        self._refuse_shared(values)
+        return {name: {own for holder, own in values if holder == name} for name, _ in values}
+
+    def _refuse_shared(self, values: Mapping[tuple[str, str], Any]) -> None:
+        """Raises `InputError` if a unit can reach one of these objects."""
+        of_units = PythonState(*self._units.units.values()).owners() if values else set()
+        for (name, own), value in values.items():
+            if not of_units.isdisjoint(places_in(value)):
+                raise InputError(
+                    "the model's code changes {attribute!r} between its parts, and a part uses that object, but a rank has several "
+                    "stages, each of which would change it",
+                    attribute=join(name, own),
+                    remedy="pass the value to the part as an argument, or choose a schedule with one stage on each rank, such as 1f1b",
+                )
 
     def _sharing(self, written: set[tuple[str, str]]) -> tuple[Together, ...]:
         """Returns units that share a buffer which one of them changes: `written` has such units, each with the name of the buffer."""
@@ -173,7 +257,9 @@ class ObservedModel:
 class _Observed:
     """An observed forward: the observation of each call of a unit."""
 
-    def __init__(self, source_tracker: SourceTracker, record: Callable[[], None]) -> None:
+    def __init__(self, source_tracker: SourceTracker, record: Callable[[], None], states: Callable[[], dict[str, Snapshot]]) -> None:
+        self._states = states
+        self.at_first_call: dict[str, Snapshot] | None = None
         self._tracker = source_tracker
         self._record = record
         self._recorder = Recorder()
@@ -186,6 +272,8 @@ class _Observed:
 
     def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = stand_in.shape_only.name
+        if self.at_first_call is None:
+            self.at_first_call = self._states()
         call = UnitCall(name, self._counts[name])
         self._counts[name] += 1
         self._tracker.changed_inside.pop(name, None)

@@ -253,7 +253,7 @@ def data_dependent(sources: Sources, operation: str) -> InputError:
         "cannot branch on them",
         sources=named(sources),
         operation=operation,
-        remedy="move that code into a part, or use tensor operations such as torch.where",
+        remedy="move that code into a part, a module with parameters, or use tensor operations such as torch.where",
     )
 
 

@@ -36,6 +36,7 @@ from zerobubble.models.observation.dataflow import Dataflow, UnitCall
 from zerobubble.models.observation.example import refuse_sums, without_cache
 from zerobubble.models.observation.following import Changes, Follower
 from zerobubble.models.observation.handed_mappings import Put, entries_like, mappings_in, put_into
+from zerobubble.models.observation.late_state import late_state, put_late_state
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.recording import Recorder, install_hooks
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
@@ -257,21 +258,26 @@ def stage_model(
     stage: int,
     traced: nn.Module | None = None,
     device: torch.device | None = None,
+    *,
+    is_alone: bool = True,
 ) -> nn.Module:
     """Returns stage `stage` of `model`: a module of the model's class, with the model's parameter names.
 
     Its stand-ins for parameters of other stages are on `device`, by default where these parameters are. If `model` is a trace, `traced` is
-    the user's model, whose changes are refused except for the mode and values of tensors.
+    the user's model, whose changes are refused except for the mode and values of tensors. Unless it `is_alone` on its rank, it has copies
+    of lists, dicts and other objects that the code around the units changes.
 
     The first stage is called like the model. It returns a dict, which becomes the named arguments of the next stage: the model's arguments,
     and the outputs of units that cross the boundary. The last stage returns the model's output.
     """
-    current, follower, of_traced = _Current(), Follower(), Follower()
+    current, follower, of_traced = _Current(), Follower(is_alone=is_alone), Follower()
     if traced is not None:
         for name, module in traced.named_modules():
             of_traced.add(name, module, _InTrace(name, module, traced, model), contents=True)
     make_parameter = _parameter_maker(cut, stage, device)
-    made = assemble(model, units, _unit_maker(observed, cut, stage, current, follower, make_parameter), make_parameter, follower)
+    make_unit = _unit_maker(observed, cut, stage, current, follower, make_parameter)
+    made = assemble(model, units, make_unit, make_parameter, follower)
+    observed.add(follower)
     show_all_parameters(made, model, units.around, current)
     code = _StageCode(observed, cut, stage, type(model), current)
 
@@ -281,19 +287,32 @@ def stage_model(
     def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         code.prepare_tracing(self, args, kwargs)
 
-    def follow_model(self: nn.Module) -> None:
-        """Makes the changes of the model since the last call in this stage; see `Follower.follow`."""
+    def follow_model(self: nn.Module) -> bool:
+        """Makes the changes of the model since the last call in this stage, and returns whether messages may change."""
         with making_tensors():
             of_traced.follow()
             follower.follow()
-            observed.follow()
+            return observed.follow()
+
+    def give_back(self: nn.Module, share: Callable[[Any], Any]) -> None:
+        """Gives the model what the code around its parts has set since `follow_model`; see `FollowsModel.give_back`."""
+        if not observed.changed_late and not follower.has_set():
+            return
+        is_last = stage == cut.num_stages - 1
+        with making_tensors(), torch.no_grad(), observed.not_changing():
+            follower.give_back()
+            if observed.changed_late:
+                late = share(late_state(model, observed.changed_late) if is_last else None)
+                if not is_last:
+                    put_late_state(model, late)
 
     def model_parts(self: nn.Module) -> list[Part]:
         """Returns the units of this stage."""
         names = [name for name, home in cut.stage_of.items() if home == stage]
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
-    own = {"forward": forward, "_before_tracing": before_tracing, "follow_model": follow_model, "model_parts": model_parts}
+    own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
+    own |= {"follow_model": follow_model, "give_back": give_back}
     made.__class__ = with_own(type(model), own | {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy})
     return made
 

@@ -4,8 +4,9 @@ The start of a step travels along the stages of the first route. Each rank recei
 it with its own call, and forwards it. No pass of a step runs before its start has arrived, so a rank that is called differently from the
 others raises an error instead of waiting for a message that never arrives.
 
-If stages of a rank were frozen or unfrozen since, this rank changes the start before it forwards it: from this rank on, messages announce
-their shapes again. Ranks before it do not learn this, and need not, because activations only go from one rank to ranks behind it.
+If stages of a rank were frozen or unfrozen since, or its model was changed, this rank changes the start before it forwards it: from this
+rank on, messages announce their shapes again. Ranks before it do not learn this, and need not, because activations only go from one rank to
+ranks behind it.
 
 If microbatches are ordered by cost, the first rank sends the order after the start, together with the passes if it planned them ahead.
 
@@ -161,7 +162,7 @@ class StepHandshake:
         self._children = [rank for rank, parent in parents.items() if parent == peers.rank]
         self._chain = list(dict.fromkeys(route))
         self._num_ranks = placement.num_ranks
-        self._trained: dict[int, tuple[bool, ...]] = {}
+        self._forms: dict[int, tuple[int, ...]] = {}
         self._played = (schedule.num_microbatches, schedule.is_forward_only, _digest(schedule.to_text()))
         self._keys: dict[tuple[tuple[int, ...], Autocast | None, tuple[tuple[Shapes, Structure], ...]], int] = {}
         self._known: dict[int, KnownMessages] = {}
@@ -173,12 +174,12 @@ class StepHandshake:
         call: int,
         inputs: list[Tensors],
         batch_size: int,
-        trained: tuple[bool, ...] = (),
+        form: tuple[int, ...] = (),
         costs: MicrobatchCosts | None = None,
     ) -> StepMessages:
         """Opens the step of the `call` with this number, for these `inputs` of the first rank.
 
-        `trained` marks the parameters of this rank that require a gradient; empty if messages themselves carry this information. With the
+        `form` is what changes with the messages of this rank for the same inputs, such as which parameters require a gradient. With the
         `costs` of the first rank, microbatches take the places that these choose, in passes that were planned ahead if there are any;
         otherwise the order of the data.
 
@@ -194,9 +195,9 @@ class StepHandshake:
             plays = self._data_order
             if start.more:
                 plays = self._peers.expect_control(StepOrder, start.more, self._parent).wait("waiting for the order of the microbatches")
-        if self._trained.get(start.key, trained) != trained and self._peers.rank in self._chain:
+        if self._forms.get(start.key, form) != form and self._peers.rank in self._chain:
             start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._peers.rank)))
-        self._trained[start.key] = trained
+        self._forms[start.key] = form
         self._forward(start)
         if start.more:
             self._sending += [self._peers.send_control(plays, rank) for rank in self._children]

@@ -47,8 +47,18 @@ class CutsForSchedules(Protocol):
 class FollowsModel(Protocol):
     """A stage module that was cut from a model by `zb.split`."""
 
-    def follow_model(self) -> None:
-        """Makes the changes of the model since the last call in this stage. Raises `InputError` for those that it cannot make."""
+    def follow_model(self) -> bool:
+        """Makes the changes of the model since the last call in this stage, and returns whether messages may change.
+
+        Raises `InputError` for changes that it cannot make.
+        """
+        ...
+
+    def give_back(self, share: Callable[[Any], Any]) -> None:
+        """Gives the model the attributes and buffers that the stage has set since.
+
+        `share` returns the value of the rank with the last stage on all ranks, whose other values are None.
+        """
         ...
 
 
@@ -89,15 +99,23 @@ class Stages:
         self._cuda_graphs = cuda_graphs
         self._gradients = gradients
         self._traced: dict[int, Stage] = {}
+        self.num_changes = 0
+        """The number of changes of the model that may change messages."""
         self.refusals: list[Callable[[], None]] = []
         """Functions that raise `InputError` if parameters were replaced which other stages or ranks hold, too."""
 
     def follow_models(self) -> None:
         """Makes changes of models that `zb.split` has cut in their stages. Raises `InputError` for those that stages cannot follow."""
-        for module in self.modules.values():
-            alone = stage_alone(module)
-            if isinstance(alone, FollowsModel):
-                alone.follow_model()
+        self.num_changes += sum(module.follow_model() for module in self._of_models())
+
+    def give_back(self, share: Callable[[Any], Any]) -> None:
+        """Gives the model what the last stage of this rank has set in a call; see `FollowsModel.give_back`."""
+        for last in list(self._of_models())[-1:]:
+            last.give_back(share)
+
+    def _of_models(self) -> Iterator[FollowsModel]:
+        stages = (stage_alone(module) for _, module in sorted(self.modules.items()))
+        return (stage for stage in stages if isinstance(stage, FollowsModel))
 
     def refuse_replaced(self) -> None:
         """Raises `InputError` if parameters were replaced which other stages or ranks hold, too, or for hooks that a graph does not run."""

@@ -213,6 +213,7 @@ class StepRunner:
             with self.guard.during_step(executor):  # errors name the passes of this executor from now on
                 step = self._trained(compiled, executor, batch, given, began)
         assert step.loss is not None
+        self._give_back()
         self._num_steps += 1
         self._num_evaluations = 0
         with self.guard.during("while handing back the gradients of inputs"):
@@ -223,6 +224,15 @@ class StepRunner:
         if not self._losses.requires_grad:
             self._refuse_to_train_nothing(compiled)
         return step.loss
+
+    def _give_back(self) -> None:
+        """Gives the model what the code around its parts has set in a call."""
+        doing = "sharing attributes that the model has set"
+
+        def share(value: Any) -> Any:
+            return next(shared for shared in self.gather(value, doing) if shared is not None)
+
+        self._stages.give_back(share)
 
     def _trained(self, compiled: ReadyProgram, executor: Executor, batch: Batch, given: StepInputs, began: float) -> TrainingStep:
         """Plays a training step, and returns what hooks see of it."""
@@ -317,6 +327,7 @@ class StepRunner:
             if self._parted is not None:
                 self._parted.evaluate(self.peers, self.schedule, outputs)
             loss = self._losses.close()
+        self._give_back()
         self._num_evaluations += 1
         return loss, outputs if self.rank in executor.ends[1] else None
 
@@ -356,7 +367,8 @@ class StepRunner:
             costs = None if ordering is None else ordering.costs_of(self.programs.now.schedule, batch.microbatches)
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
         with self._refusals.of_others(executor, outputs):
-            opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, executor.trained, costs)
+            form = (*executor.trained, self._stages.num_changes)
+            opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, form, costs)
         known, announced, size, order, passes = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)

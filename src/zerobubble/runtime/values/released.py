@@ -39,10 +39,11 @@ class _Release(NamedTuple):
 
 
 class _Guard(NamedTuple):
-    """What looks before each use of a guarded tensor, and the class of the tensor before."""
+    """What looks before each use of a guarded tensor, the class of the tensor before, and whether its values are old until overwritten."""
 
     look: Callable[[], object]
     kind: type
+    is_old: bool
 
 
 _RELEASED = "_released"
@@ -56,7 +57,8 @@ def release(tensor: Tensor, explain: Explain) -> None:
 
     Memory of subclasses other than DTensor, such as quantized tensors, is not freed.
     """
-    unguard(tensor)
+    if _GUARDED in tensor.__dict__:
+        _end_guard(tensor)
     before = _Release(explain, type(tensor), tuple(tensor.stride()))
     if isinstance(tensor, DTensor):
         tensor._local_tensor = _empty_like(tensor._local_tensor)
@@ -75,22 +77,40 @@ def refill(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value
 
 
-def guard(tensor: Tensor, look: Callable[[], object]) -> None:
-    """Makes every use of the values of `tensor` call `look` first. The functions that bypass a released tensor bypass it, too."""
+def guard(tensor: Tensor, look: Callable[[], object], *, is_old: bool = False) -> None:
+    """Makes every use of the values of `tensor` call `look` first. The functions that bypass a released tensor bypass it, too.
+
+    With `is_old`, `look` raises an error, until all values are overwritten.
+    """
     if not is_released(tensor) and _GUARDED not in tensor.__dict__:
-        tensor.__dict__[_GUARDED] = _Guard(look, type(tensor))
+        tensor.__dict__[_GUARDED] = _Guard(look, type(tensor), is_old)
         tensor.__class__ = _guarded_kind(type(tensor))
 
 
 def unguard(tensor: Tensor) -> None:
-    """Ends `guard`."""
-    if _GUARDED in tensor.__dict__:
-        tensor.__class__ = tensor.__dict__.pop(_GUARDED).kind
+    """Ends `guard`, unless the values are old."""
+    if _GUARDED in tensor.__dict__ and not tensor.__dict__[_GUARDED].is_old:
+        _end_guard(tensor)
+
+
+def _end_guard(tensor: Tensor) -> None:
+    tensor.__class__ = tensor.__dict__.pop(_GUARDED).kind
 
 
 def is_released(tensor: Tensor) -> bool:
     """Returns whether the tensor is released."""
     return _RELEASED in tensor.__dict__
+
+
+def is_old(tensor: Tensor) -> bool:
+    """Returns whether the values of the tensor are old; see `guard`."""
+    return _GUARDED in tensor.__dict__ and tensor.__dict__[_GUARDED].is_old
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Returns a copy of the values of a tensor that is not released, be they old."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().clone()
 
 
 def local_shape(tensor: Tensor) -> torch.Size:
@@ -117,6 +137,7 @@ _ATTRIBUTES = frozenset(
         "retains_grad",
         "name",
         "names",
+        "_version",
         "itemsize",
         "nbytes",
         "_backward_hooks",
@@ -284,17 +305,22 @@ def _look_before(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), k
     """Runs `func` with tensors of their classes before `guard`, after a look if it reads values."""
     kwargs = kwargs or {}
     guarded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and _GUARDED in leaf.__dict__]
-    overwrites = func in (Tensor.copy_, _set_data, _set_gradient)
+    overwrites = func in _OVERWRITING
     if not overwrites and _rules().get(func) not in (_run, _of_strides, _read_gradient):
         guarded[0].__dict__[_GUARDED].look()
-    guards = [(tensor, tensor.__dict__[_GUARDED].look) for tensor in guarded if not is_released(tensor)]
+    guards = [(tensor, tensor.__dict__[_GUARDED]) for tensor in guarded if not is_released(tensor)]
     for tensor, _ in guards:
-        unguard(tensor)
+        _end_guard(tensor)
     try:
         return func(*args, **kwargs)
     finally:
-        for tensor, look in guards:
-            guard(tensor, look)
+        for tensor, before in guards:
+            if not (overwrites and before.is_old and tensor is args[0]):
+                guard(tensor, before.look, is_old=before.is_old)
+
+
+_OVERWRITING = (Tensor.copy_, Tensor.zero_, Tensor.fill_, _set_data, _set_gradient)
+"""Functions that read no values of the tensor that they change."""
 
 
 def _looking(name: str) -> Callable[..., Any]:

@@ -1,0 +1,274 @@
+"""A model that counts in its code around the parts: a loop reads and resets the counts as on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.ranks import Ranks
+from zerobubble.errors import InputError
+
+WIDTH, MICROBATCHES, TOLERANCE = 4, 2, 1e-9
+PLACES = ("before the parts", "between the parts", "child", "around parts")
+KINDS = ("attribute", "property", "dict", "list", "object", "tensor", "new tensor", "buffer", "new buffer")
+
+
+class Record:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Counts(nn.Module):
+    """Counts in one of several ways."""
+
+    total: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.attribute = 0
+        self.dict, self.list, self.object = {"count": 0}, [0], Record()
+        self.tensor = torch.zeros((), dtype=torch.float64)
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    @property
+    def managed(self) -> int:
+        return self.attribute
+
+    @managed.setter
+    def managed(self, value: int) -> None:
+        self.attribute = value
+
+    @property
+    def count(self) -> float:
+        held: dict[str, Any] = {"dict": self.dict["count"], "list": self.list[0], "object": self.object.count}
+        held |= dict.fromkeys(("tensor", "new tensor"), self.tensor) | dict.fromkeys(("buffer", "new buffer"), self.total)
+        return float(held.get(self.kind, self.attribute))
+
+    def add(self) -> None:
+        match self.kind:
+            case "attribute":
+                self.attribute += 1
+            case "property":
+                self.managed += 1
+            case "dict":
+                self.dict["count"] += 1
+            case "list":
+                self.list[0] += 1
+            case "object":
+                self.object.count += 1
+            case "tensor":
+                self.tensor += 1
+            case "new tensor":
+                self.tensor = self.tensor + 1
+            case "buffer":
+                self.total += 1
+            case "new buffer":
+                self.total = self.total + 1
+
+    def reset(self) -> None:
+        """Sets the count to its first value."""
+        self.managed = self.dict["count"] = self.list[0] = self.object.count = 0
+        self.tensor.zero_()
+        self.total.zero_()
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.add()
+        scaled: Tensor = x / (1 + 0.5 * self.count)
+        return scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+
+class Body(Counts):
+    def __init__(self, kind: str, place: str) -> None:
+        super().__init__(kind)
+        self.place = place
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scaled(x) if self.place == "around parts" else x
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Net(Counts):
+    def __init__(self, kind: str, place: str) -> None:
+        super().__init__(kind)
+        self.place = place
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.child = Counts(kind)
+        self.body = Body(kind, place)
+
+    @property
+    def counted(self) -> Counts:
+        return {"child": self.child, "around parts": self.body}.get(self.place, self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scaled(x) if self.place == "before the parts" else self.child(x) if self.place == "child" else x
+        x = self.body(self.embed(x))
+        return self.scaled(x) if self.place == "between the parts" else x
+
+
+class Trained(NamedTuple):
+    """The losses of steps and evaluations, and the counts read after them."""
+
+    losses: list[float]
+    counts: list[float]
+
+
+def batch() -> Tensor:
+    return torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def trained(model: Net, step: Callable[[Tensor], float], evaluate: Callable[[Tensor], float]) -> Trained:
+    """Resets the count before every call, every second one and never."""
+    losses, counts = [], []
+    for number in range(8):
+        if number < 3 or number % 2:
+            model.counted.reset()
+        losses.append((evaluate if number == 2 else step)(batch()))
+        counts.append(model.counted.count)
+    return Trained(losses, counts)
+
+
+def on_one_device(model: Net) -> Trained:
+    def run(x: Tensor) -> float:
+        return sum(nn.functional.mse_loss(model(part), part).item() / MICROBATCHES for part in x.chunk(MICROBATCHES))
+
+    return trained(model, run, run)
+
+
+def differences(group: Any, schedule: str) -> dict[tuple[str, str], tuple[float, list[float], list[float]]]:
+    """For each cell, the largest error of a loss, the counts that this rank reads, and those of one device."""
+    cells = {}
+    for place in PLACES:
+        for kind in KINDS:
+            torch.manual_seed(0)
+            model = Net(kind, place).double()
+            expected = on_one_device(copy.deepcopy(model))
+            with zb.Pipeline(zb.split(model, example=batch()[:2]), schedule, MICROBATCHES, nn.functional.mse_loss, group=group) as pipe:
+                got = trained(
+                    model,
+                    lambda x, pipe=pipe: pipe.step(x, x).item(),  # type: ignore[misc]
+                    lambda x, pipe=pipe: pipe.eval_step(x, x)[0].item(),  # type: ignore[misc]
+                )
+            error = max(abs(ours - theirs) for ours, theirs in zip(got.losses, expected.losses, strict=True))
+            cells[place, kind] = error, got.counts, expected.counts
+    return cells
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.sweep
+def test_a_count_can_be_read_and_reset(world: Ranks, schedule: str) -> None:
+    for cells in world.run(differences, schedule, ranks=2, seconds=240):
+        wrong = {cell: found for cell, found in cells.items() if not found[0] <= TOLERANCE or found[1] != found[2]}
+        assert not wrong
+
+
+class Queue(nn.Module):
+    """Keeps a large buffer behind its parts, and yields more values with `is_deep`."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("queue", torch.zeros(5000, dtype=torch.float64))
+        self.is_deep = True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        outputs = []
+        for layer in self.layers:
+            x = layer(x).tanh()
+            outputs += [x] if self.is_deep else []
+        self.queue[0] += 1
+        return (x / (1 + self.queue[0]), *outputs)
+
+
+def sum_of_losses(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return torch.stack([nn.functional.mse_loss(output, target) for output in outputs]).sum()
+
+
+def queues(group: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Queue().double()
+    one = copy.deepcopy(model)
+    x, errors = batch(), []
+    reads: list[float | None] = []
+    with zb.Pipeline(zb.split(model, example=x[:2]), "1f1b", MICROBATCHES, sum_of_losses, group=group) as pipe:
+        for number in range(4):
+            if number == 2:
+                for each in (model, one):
+                    each.is_deep = False  # fewer values cross the cut
+                    each.queue.zero_()
+            expected = sum(sum_of_losses(one(part), part).item() / MICROBATCHES for part in x.chunk(MICROBATCHES))
+            errors.append(abs(pipe.step(x, x).item() - expected))
+            try:
+                reads.append(model.queue[0].item())
+            except InputError:
+                reads.append(None)
+        with zb.gathered(model):
+            gathered = model.queue[0].item()
+    return {"error": max(errors), "reads": reads, "gathered": gathered}
+
+
+def test_a_large_buffer_behind_the_parts_is_read_from_the_last_stage(world: Ranks) -> None:
+    first, last = world.run(queues, ranks=2)
+    assert max(first["error"], last["error"]) <= TOLERANCE
+    assert first["reads"] == [None] * 4
+    assert last["reads"] == [2, 4, 2, 4]
+    assert first["gathered"] == last["gathered"] == 4
+
+
+class Part(nn.Module):
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.fc, self.record = nn.Linear(WIDTH, WIDTH), record
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.fc(x) / (1 + self.record.count)
+        return scaled
+
+
+class Shared(nn.Module):
+    """Counts in an object that its parts read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = Record()
+        self.layers = nn.ModuleList(Part(self.record) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.record.count += 1
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def refusals(group: Any) -> list[str]:
+    texts = []
+    for make, schedule in ((Shared, "zb-v"), (partial(Net, "attribute", "child"), "dualpipe")):
+        split = zb.split(make().double(), example=batch()[:2])
+        with pytest.raises(InputError) as error:
+            zb.Pipeline(split, schedule, 4, nn.functional.mse_loss, group=group)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_stages_of_one_rank_that_would_count_twice_are_refused(world: Ranks) -> None:
+    first, second = world.run(refusals, ranks=2)
+    assert first == second
+    assert "'record'" in first[0]
+    assert "'child.attribute'" in first[1]
