@@ -98,7 +98,7 @@ def test_searches_of_one_moment_do_not_pass_the_limit(monkeypatch: pytest.Monkey
 
 
 def test_places_are_counted_as_they_are_taken() -> None:
-    places = Places(1, "full")
+    places = Places(1, "full", "wait")
     with places.one(), pytest.raises(BusyError):
         places.take()
     assert places.take() == 2

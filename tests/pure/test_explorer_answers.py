@@ -240,7 +240,7 @@ def test_whole_layers_are_offered_before_cuts_inside_them() -> None:
 def test_a_wrong_value_is_refused_at_the_field_whose_change_helps(given: dict[str, str], fields: list[str]) -> None:
     with pytest.raises(FieldError) as caught:
         answer(read_question(given))
-    assert [field for field, _ in caught.value.faults] == fields
+    assert [field for field, *_ in caught.value.faults] == fields
 
 
 def test_a_refused_range_is_written_in_digits() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,10 +12,20 @@ from typing import Any
 from zerobubble.bounds import Bounds, lower_bounds
 from zerobubble.cost_model import Estimate
 from zerobubble.costs import KEPT_WORDS, NS_PER_MS, UNIT_BYTES, Costs, Limits
-from zerobubble.errors import InputError, ScheduleError, ZeroBubbleError, parsed_json
+from zerobubble.errors import InputError, ScheduleError, ZeroBubbleError
 from zerobubble.explain import attribute, gaps
 from zerobubble.explorer.estimating import GPU_MEMORY, estimate_figures, estimate_of
-from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, errors_at, faults_to_list, read_options
+from zerobubble.explorer.question import (
+    BY_COMMAND,
+    MOST_PASSES,
+    RANGES,
+    REMEDIES,
+    FieldError,
+    Question,
+    errors_at,
+    faults_to_list,
+    read_options,
+)
 from zerobubble.export.document import describe_document, load_document, schedule_of
 from zerobubble.export.svg import period_caption
 from zerobubble.ir import Placement, Schedule
@@ -31,6 +41,8 @@ from zerobubble.view import Viewed
 from zerobubble.view.page import viewer_data
 
 PEAK = "peak memory"
+_FEWER = f"give fewer microbatches or ranks, or {BY_COMMAND}"
+_REPAIR = "repair the file, or write it anew with zerobubble make or plan"
 MOST_EXPLAINED = 30_000
 """Passes up to which idle time is explained by its causes, which plays the schedule several times."""
 
@@ -115,7 +127,7 @@ def answer(question: Question) -> Answer:
     try:
         timeline = simulate(schedule, costs)
     except ScheduleError as error:
-        raise FieldError("file" if question.file else "schedule", f"the schedule cannot run: {error.faults[0].message}") from error
+        raise FieldError("file" if question.file else "schedule", f"the schedule cannot run: {error.faults[0].message}", _REPAIR) from error
     return Answer(question, schedule, costs, timeline, _limits(question, schedule, costs) or limits, plan, estimate)
 
 
@@ -152,7 +164,7 @@ def _compared(made: Answer) -> Answer | None:
         costs = made.costs if workload is None else workload.costs(found.schedule.placement)
         return replace(found, costs=costs, timeline=simulate(found.schedule, costs))
     except ZeroBubbleError as error:
-        raise FieldError("versus", str(error)) from error
+        raise FieldError("versus", str(error), str(error.fields.get("remedy", ""))) from error
 
 
 def _shape_of_other(question: Question) -> dict[str, Any]:
@@ -169,7 +181,9 @@ def _measured_run(made: Answer) -> Viewed | None:
     if not made.question.run:
         return None
     with errors_at("run"):
-        run = Timeline.from_dict(parsed_json(made.question.run))
+        run = load_document(made.question.run)
+        if not isinstance(run, Timeline):
+            raise InputError("this is {got}, not a timeline of a run", got=describe_document(run), remedy=REMEDIES["run"])
         return Viewed(run, gaps=gaps(made.schedule, made.costs, run))
 
 
@@ -189,32 +203,42 @@ def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
 def _require_size(work: int, field: str) -> None:
     """Raises if a schedule of `work` stages times microbatches, with split backward passes, would have too many passes."""
     if 3 * work > MOST_PASSES:
-        raise FieldError(field, f"the schedule would have up to {3 * work:,} passes; the page takes at most {MOST_PASSES:,}")
+        raise FieldError(field, f"the schedule would have up to {3 * work:,} passes; the page takes at most {MOST_PASSES:,}", _FEWER)
 
 
 def _made(question: Question) -> Schedule:
     with errors_at("schedule"):
         recipe = find(question.schedule)
     if question.stages not in (None, recipe.stages_per_rank) and not recipe.any_stages:
-        raise FieldError("stages", recipe.refusal(question.ranks, question.microbatches, question.stages))
+        remedy = f"give {recipe.stages_per_rank}, or leave it empty"
+        raise FieldError("stages", recipe.refusal(question.ranks, question.microbatches, question.stages), remedy)
     _require_size(question.ranks * (question.stages or recipe.stages_per_rank) * question.microbatches, "microbatches")
     options = read_options(question.options)
     with errors_at("options"):
         recipe.check_options(options)
     if refusal := recipe.refusal(question.ranks, question.microbatches, question.stages):
-        raise FieldError(_refused_field(recipe, question), refusal)
+        raise FieldError(*_refused_field(recipe, question, refusal))
     with errors_at("options" if options else "schedule"):
         return make(question.schedule, question.ranks, question.microbatches, question.stages, **options)
 
 
-def _refused_field(recipe: Recipe, question: Question) -> str:
-    """The field of a refused shape: the first whose change alone can make the shape possible."""
+def _refused_field(recipe: Recipe, question: Question, refusal: str) -> tuple[str, str, str]:
+    """The field of a refused shape, the sentence and the remedy: the first field whose change alone can make the shape possible."""
     ranks, microbatches, stages = question.ranks, question.microbatches, question.stages
-    if any(recipe.allows(ranks, other, stages) for other in range(1, 4 * ranks + 1)):
-        return "microbatches"
-    if any(recipe.allows(other, microbatches, stages) for other in range(1, 2 * ranks + 1)):
-        return "ranks"
-    return "schedule" if stages is None else "stages"
+    others = _near("microbatches", microbatches, lambda other: recipe.allows(ranks, other, stages))
+    if others:
+        return "microbatches", refusal, f"give {others} microbatches"
+    if others := _near("ranks", ranks, lambda other: recipe.allows(other, microbatches, stages)):
+        return "ranks", refusal, f"give {others} ranks"
+    return "schedule" if stages is None else "stages", refusal, ""
+
+
+def _near(field: str, number: int, allows: Callable[[int], bool]) -> str:
+    """The next smaller and the next larger number that are allowed, such as `2 or 4`; empty if there are none up to four times as many."""
+    most = min(int(RANGES[field][1]), max(64, 4 * number))
+    below = next((other for other in range(number - 1, 0, -1) if allows(other)), None)
+    above = next((other for other in range(number + 1, most + 1) if allows(other)), None)
+    return " or ".join(str(other) for other in (below, above) if other is not None)
 
 
 def _from_file(question: Question) -> tuple[Schedule, Plan | None]:
@@ -228,7 +252,7 @@ def _costs(question: Question, schedule: Schedule) -> Costs:
         return _pasted_costs(question, schedule)
     per_rank = max(1, schedule.num_stages // schedule.num_ranks)
     if (whole := sum(question.times)) > MOST_MS:
-        raise FieldError("forward", f"F, B and W together must be at most {MOST_MS:,} ms, got {whole:,.12g} ms")
+        raise FieldError("forward", f"F, B and W together must be at most {MOST_MS:,} ms, got {whole:,.12g} ms", "give shorter times")
     with errors_at("forward"):
         costs = Costs.uniform(schedule.num_stages, question.times, question.comm, stages_per_rank=per_rank, held=question.held)
     if question.slow_link is None and question.slow_comm is None:
@@ -255,13 +279,14 @@ def _with_slow_link(question: Question, placement: Placement, costs: Costs) -> C
     if slow_link is not None and slow_link + 1 >= placement.num_ranks:
         last = placement.num_ranks - 1
         remedy = f"give a rank from 0 to {last - 1}" if last else "leave it empty"
-        raise FieldError("slow_link", f"there is no link after rank {slow_link}, since the last rank is {last}: {remedy}")
+        raise FieldError("slow_link", f"there is no link after rank {slow_link}, since the last rank is {last}", remedy)
     if slow_link is None:
-        raise FieldError("slow_link", "give the rank before the slow link, too, or leave both empty")
+        raise FieldError("slow_link", "the slow link has a time but no rank", "give the rank before it, too, or leave both empty")
     if slow_comm is None:
-        raise FieldError("slow_comm", "give the time of a message over the slow link, too, or leave both empty")
+        raise FieldError("slow_comm", "the slow link has a rank but no time", "give the time of its messages, too, or leave both empty")
     if len(placement.routes) > 1:
-        raise FieldError("slow_link", "this schedule has each stage on two ranks, so that no stage boundary lies on one link alone")
+        message = "this schedule has each stage on two ranks, so that no stage boundary lies on one link alone"
+        raise FieldError("slow_link", message, "leave both empty")
     ends = {slow_link, slow_link + 1}
     slow = round(slow_comm * NS_PER_MS)
     on_link = [{here, there} == ends for here, there in pairwise(placement.routes[0])]

@@ -29,7 +29,7 @@ from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, Kept
 from zerobubble.explorer.offers import offers
 from zerobubble.explorer.page import explorer_html
 from zerobubble.explorer.places import BusyError, Places
-from zerobubble.explorer.question import MOST_TEXT, FieldError, Question, faults_to_list, read_question
+from zerobubble.explorer.question import BY_COMMAND, MOST_TEXT, FieldError, Question, faults_to_list, read_question
 from zerobubble.explorer.searching import Searches, read_search
 from zerobubble.explorer.threads import run_in_daemon
 from zerobubble.explorer.workshop import BLOCK_FORMS, BlockQuestion, Made, made_to_dict, make_block, read_block_question, write_block_form
@@ -54,7 +54,7 @@ class Desk:
     """Reads and answers questions, a limited number at a time."""
 
     places: Places = field(
-        default_factory=lambda: Places(MOST_REQUESTS, f"{MOST_REQUESTS} requests are being answered already: wait for one of them")
+        default_factory=lambda: Places(MOST_REQUESTS, f"{MOST_REQUESTS} requests are being answered already", "wait for one of them")
     )
     working: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MOST_WORKING))
 
@@ -116,7 +116,7 @@ def _answered(desk: Desk, respond: Callable[[Asked], Response], read: Callable[[
         except ZeroBubbleError as error:
             return refusal(error)
         except CancelledError:  # Ctrl-C
-            return refusal(BusyError("the server ends before it has answered: start it again"))
+            return refusal(BusyError("the server ends before it has answered", remedy="start it again"))
 
     return endpoint
 
@@ -185,7 +185,9 @@ async def read_json(request: Request) -> Any:
     async for part in request.stream():
         body += part
         if len(body) > MOST_BYTES:
-            raise RequestTooLargeError(f"the request has more than {MOST_BYTES:,} bytes, which is the most that the server takes")
+            raise RequestTooLargeError(
+                "the request has more than {most:,} bytes, which is the most that the server takes", most=MOST_BYTES, remedy=BY_COMMAND
+            )
     try:
         return parsed_json(body.decode())
     except UnicodeDecodeError:
@@ -195,7 +197,7 @@ async def read_json(request: Request) -> Any:
 def refusal(error: ZeroBubbleError) -> JSONResponse:
     """The answer to a question that cannot be answered."""
     statuses = {RequestTooLargeError: 413, FieldError: 422, BusyError: 503}
-    status = statuses.get(type(error), 400)
-    sentence = " ".join(str(error).split())
-    faults = faults_to_list([error if isinstance(error, FieldError) else FieldError("", sentence)])
-    return JSONResponse({"error": sentence, "field": faults[0]["field"], "faults": faults}, status_code=status)
+    faults = faults_to_list([error if isinstance(error, FieldError) else FieldError("", str(error), str(error.fields.get("remedy", "")))])
+    return JSONResponse(
+        {"error": faults[0]["error"], "field": faults[0]["field"], "faults": faults}, status_code=statuses.get(type(error), 400)
+    )

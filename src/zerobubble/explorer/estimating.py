@@ -23,13 +23,16 @@ def estimate_of(question: Question, schedule: Schedule) -> Estimate:
         gpu = gpu_named(question.gpu)  # nor here
     per_rank, rest = divmod(schedule.num_stages, schedule.num_ranks)
     if rest:
-        raise FieldError("model", f"{schedule.num_stages} stages are not equally many on each of {schedule.num_ranks} ranks")
+        message = f"{schedule.num_stages} stages are not equally many on each of {schedule.num_ranks} ranks"
+        raise FieldError("model", message, "choose no model, and give times or costs")
     shape = {name: getattr(question, name) for name in ("tp", "cp", "ep", "dp", "microbatch", "recompute", "precision", "gradients")}
     shape |= {name: bool(getattr(question, name)) for name in ("sequence_parallel", "overlap_tp")}
     try:
         return transformer(model, gpu=gpu, pp=schedule.num_ranks, v=per_rank, **shape, layers=read_layers(question.layers))
     except SettingError as error:
-        raise FieldError(FIELDS.get(error.faults[0][0], error.faults[0][0]), str(error)) from error
+        field, sentence = error.faults[0][0], str(error)
+        named = sentence.rpartition(": ")[2] if ": take " in sentence else ""
+        raise FieldError(FIELDS.get(field, field), sentence, named) from error
 
 
 def estimate_python(question: Question, schedule: Schedule) -> str:

@@ -16,20 +16,21 @@ class BusyError(ZeroBubbleError):
 
 @dataclass
 class Places:
-    """At most `most` places, each with a number; `refusal` is the sentence for requests beyond them.
+    """At most `most` places, each with a number; `refusal` and `remedy` are the sentence for requests beyond them.
 
     Used from one event loop. `take` has no await between its check and its count: with one, every request of a moment passes the check.
     """
 
     most: int
     refusal: str
+    remedy: str
     taken: set[int] = field(default_factory=set)
     numbers: count[int] = field(default_factory=lambda: count(1))
 
     def take(self) -> int:
         """The number of a place, which is taken until `leave`. Raises `BusyError` if none is free."""
         if len(self.taken) >= self.most:
-            raise BusyError(self.refusal)
+            raise BusyError(self.refusal + ": {remedy}", remedy=self.remedy)
         number = next(self.numbers)
         self.taken.add(number)
         return number

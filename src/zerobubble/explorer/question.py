@@ -25,18 +25,59 @@ MOST_SECONDS = 600.0
 class FieldError(InputError):
     """A value of the page cannot be used; `field` is where it was given, empty where it was in none.
 
-    `faults` are all wrong fields with their sentences, of which this is the first.
+    The `remedy` follows the message: by default what helps at this field (`REMEDIES`). `faults` are all wrong fields with their sentences
+    and remedies, of which this is the first.
     """
 
-    def __init__(self, field: str, message: str, others: Sequence[FieldError] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, field: str, message: str, remedy: str = "", others: Sequence[FieldError] = ()) -> None:
+        remedy = remedy or REMEDIES[field]
+        sentence = message if remedy in message else f"{message}: {remedy}"
+        super().__init__(sentence)
         self.field = field
-        self.faults: list[tuple[str, str]] = [(field, message), *((other.field, str(other)) for other in others)]
+        self.fields["remedy"] = remedy
+        self.faults: list[tuple[str, str, str]] = [(field, sentence, remedy), *(fault for other in others for fault in other.faults)]
+
+
+REMEDIES = {
+    "": "reload the page, which may be of another version than its server",
+    "schedule": "choose one of the list",
+    "versus": "compare with another schedule, or with nothing",
+    "ranks": "give a whole number, such as 4",
+    "microbatches": "give a whole number, such as 8",
+    "stages": "give a whole number, such as 2, or leave it empty",
+    "options": "give NAME=VALUE, such as group=4, or leave it empty",
+    "slow_link": "leave both fields of the slow link empty, or give both",
+    "memory": "give microbatches of a rank, such as 2.5, or leave it empty for no limit",
+    "held": "give a share of what F saves, such as 0.5",
+    "model": "choose a model of the list, or none, and give times",
+    "gpu": "choose a GPU of the list",
+    "recompute": "choose another way of the list",
+    "precision": "choose another precision of the list",
+    "gradients": "choose another precision of the list",
+    "layers": "give the layers of each stage, such as 10, 10, 12, or leave it empty",
+    "file": "open what zerobubble make or plan writes with -o, or PyTorch's CSV",
+    "costs": "open the JSON of Pipeline.profile, from json.dumps(costs.to_dict()), or a plan",
+    "run": "open the JSON of Pipeline.timeline, from json.dumps(run.to_dict())",
+    "block": "choose a block of the list",
+    "text": "reset it to a published block, and change its numbers",
+    "seconds": "give the seconds of the search, such as 5",
+    "objective": "choose the period or the makespan",
+    "limits": "give a number of microbatches for each limit",
+    **dict.fromkeys(("tp", "cp", "ep", "dp", "microbatch"), "give a whole number, such as 1"),
+    **dict.fromkeys(("sequence_parallel", "overlap_tp", "reorder_steady"), "check the box or do not"),
+    **dict.fromkeys(("forward", "backward", "weight", "comm", "slow_comm"), "give ms, such as 10, or a time with its unit, such as 250us"),
+    **dict.fromkeys(("file_name", "search_placement", "search_seconds", "search_limits", "evaluations"), "open the plan again"),
+}
+"""What helps at a field whose value cannot be used, unless the error has a better remedy."""
 
 
 def faults_to_list(errors: Sequence[FieldError]) -> list[dict[str, str]]:
     """Return the wrong fields with their sentences, as the page reads them."""
-    return [{"field": field, "error": " ".join(text.split())} for error in errors for field, text in error.faults]
+    return [
+        {"field": field, "error": " ".join(text.split()), "remedy": " ".join(remedy.split())}
+        for error in errors
+        for field, text, remedy in error.faults
+    ]
 
 
 @contextmanager
@@ -47,7 +88,7 @@ def errors_at(field: str) -> Iterator[None]:
     except FieldError:
         raise
     except InputError as error:
-        raise FieldError(field, str(error)) from error
+        raise FieldError(field, str(error), str(error.fields.get("remedy", ""))) from error
 
 
 @dataclass(frozen=True)
@@ -130,12 +171,12 @@ TIMES = ("forward", "backward", "weight", "comm", "slow_comm")
 """The times, which may have a unit."""
 ABOVE_LEAST = ("memory",)
 """Numbers that must be above the least of their range."""
-EXAMPLES = dict.fromkeys(TIMES, "give ms, such as 10, or a time with its unit, such as 10ms or 250us") | {
-    "memory": "give microbatches of a rank, such as 2.5",
-    "held": "give a share of what F saves, such as 0.5",
+BY_COMMAND = "use the command line, such as zerobubble show"
+"""The remedy for what is too large for the page."""
+FOR_MORE = {
+    "ranks": f"{BY_COMMAND} zb-h1 --ranks 512 --microbatches 1024",
+    "microbatches": f"{BY_COMMAND} zb-h1 --ranks 8 --microbatches 8192",
 }
-"""The remedy for a field whose value cannot be used."""
-FOR_MORE = {"ranks": "for more ranks, use the command line, such as zerobubble show --ranks 512"}
 """The remedy for a number above its range."""
 
 Fields = TypeVar("Fields")
@@ -164,7 +205,7 @@ def read_fields(asked: type[Fields], ranges: Mapping[str, tuple[float, float]], 
         except FieldError as error:
             wrong.append(error)
     if wrong:
-        raise FieldError(wrong[0].field, str(wrong[0]), wrong[1:])
+        raise FieldError(wrong[0].field, *wrong[0].faults[0][1:], wrong[1:])
     return asked(**values)
 
 
@@ -174,7 +215,7 @@ def _read(name: str, value: Any, type_: str, ranges: Mapping[str, tuple[float, f
     if value in ("", None) and "None" in type_:
         return None
     if value == "":
-        raise FieldError(name, "give a number")
+        raise FieldError(name, "this field is empty")
     number = _number(name, value, *ranges[name], whole=type_.startswith("int"))
     require_range(name, value, number, *ranges[name], above_least=name in ABOVE_LEAST)
     return number
@@ -185,16 +226,11 @@ def require_range(name: str, value: Any, number: float, least: float, most: floa
     if (least < number if above_least else least <= number) and number <= most:
         return
     range_ = f"above {least:,.12g} and at most {most:,.12g}" if above_least else _range(least, most)
-    more = f": {FOR_MORE[name]}" if number > most and name in FOR_MORE else _example(name)
-    raise FieldError(name, f"{value!s:.40} is not {range_}{more}")
+    raise FieldError(name, f"{value!s:.40} is not {range_}", FOR_MORE.get(name, "") if number > most else "")
 
 
 def _range(least: float, most: float) -> str:
     return f"in {least:,.12g} to {most:,.12g}"
-
-
-def _example(name: str) -> str:
-    return f": {EXAMPLES[name]}" if name in EXAMPLES else ""
 
 
 def _number(name: str, value: Any, least: float, most: float, *, whole: bool) -> float:
@@ -208,7 +244,7 @@ def _number(name: str, value: Any, least: float, most: float, *, whole: bool) ->
         number = float(value) if time is None else time
     except (TypeError, ValueError, OverflowError):
         what = f"whole number {_range(least, most)}" if whole else "number"
-        raise FieldError(name, f"{value!r:.40} is not a {what}{_example(name)}") from None
+        raise FieldError(name, f"{value!r:.40} is not a {what}") from None
     if whole and number != int(number if isfinite(number) else 0):
         raise FieldError(name, f"{value!r:.40} is not a whole number {_range(least, most)}")
     return int(number) if whole else number
@@ -218,7 +254,7 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise FieldError(name, f"a text is needed, got {type(value).__name__}")
     if len(value) > MOST_TEXT:
-        raise FieldError(name, f"the file has {len(value):,} characters; the page takes at most {MOST_TEXT:,}")
+        raise FieldError(name, f"the file has {len(value):,} characters; the page takes at most {MOST_TEXT:,}", BY_COMMAND)
     return value
 
 
@@ -228,12 +264,12 @@ def read_layers(text: str) -> list[float] | None:
     try:
         return [int(word) if word.isdecimal() else float(word) for word in words] or None
     except ValueError:
-        raise FieldError("layers", f"{text!r:.60} are not the layers of each stage, such as 10, 10, 12") from None
+        raise FieldError("layers", f"{text!r:.60} are not numbers of layers") from None
 
 
 def read_options(text: str) -> dict[str, Any]:
     """The schedule's own options from `group=4, other=x`; a value is JSON, or else the text that it is."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if wrong := [word for word in words if "=" not in word[1:]]:
-        raise FieldError("options", f"{wrong[0]!r:.60} is not NAME=VALUE, such as group=4")
+        raise FieldError("options", f"{wrong[0]!r:.60} is not NAME=VALUE")
     return {name.strip(): json_or_text(value.strip()) for name, _, value in (word.partition("=") for word in words)}

@@ -97,7 +97,7 @@ def _plan(question: dict[str, Any]) -> dict[str, Any]:
     work, num_microbatches, memory, placement = _asked(question)
     found = plan(work, num_microbatches, memory, placements=placement, **_arguments(question))
     if found.order is None and question["memory"] is not None:
-        raise FieldError("memory", f"no schedule fits: {found.reason}. Raise the limit, or leave it empty for none.")
+        raise FieldError("memory", f"no schedule fits: {found.reason}", "raise the limit, or leave it empty for none")
     if found.order is None:
         raise InputError("no schedule fits: {reason}", reason=found.reason)
     searched = any(choice.searched for choice in found.choices) or found.status is Status.OPTIMAL

@@ -30,7 +30,7 @@ class Searches:
     """The running searches by number. A search ends when its client disconnects."""
 
     places: Places = field(
-        default_factory=lambda: Places(MOST_SEARCHES, f"{MOST_SEARCHES} searches are running: stop one, or wait until it ends")
+        default_factory=lambda: Places(MOST_SEARCHES, f"{MOST_SEARCHES} searches are running", "stop one, or wait until it ends")
     )
     running: dict[int, Process] = field(default_factory=dict)
 
@@ -68,7 +68,12 @@ async def _lines(process: Process) -> AsyncIterator[str]:
         answered = json.loads(line)["event"] not in ("progress", "points")
         yield f"data: {line.decode().strip()}\n\n"
     if not answered:
-        yield _event({"event": "refused", "error": f"the search ended with status {await process.wait()} and no answer"})
+        yield _event(
+            {
+                "event": "refused",
+                "error": f"the search ended with status {await process.wait()} and no answer: see the terminal of zerobubble explore",
+            }
+        )
 
 
 async def _write(process: Process, line: str) -> None:
@@ -97,7 +102,7 @@ def read_search(data: Any) -> dict[str, Any]:
     of_stages = bool(question.costs or question.file or question.model)
     objective = own.get("objective") or Objective.PERIOD.value
     if objective not in list(Objective):
-        raise FieldError("objective", f"there is no objective {objective!r:.40}: give {' or '.join(Objective)}")
+        raise FieldError("objective", f"there is no objective {objective!r:.40}", f"give {' or '.join(Objective)}")
     evaluations = None if own.get("evaluations") is None else int(_amount("evaluations", own["evaluations"], 1e9))
     return {
         "stages_of": asdict(question) if of_stages else None,
@@ -120,7 +125,8 @@ def _comm(question: Question) -> list[float]:
     if question.slow_link is None:
         return comm
     if question.slow_link + 1 >= question.ranks or question.slow_comm is None:
-        raise FieldError("slow_link", f"the slow link needs a time, and a rank before it from 0 to {question.ranks - 2}")
+        remedy = f"give both, with a rank from 0 to {question.ranks - 2}, or leave both empty"
+        raise FieldError("slow_link", "the slow link needs a time, and a rank before it", remedy)
     comm[question.slow_link] = question.slow_comm
     return comm
 

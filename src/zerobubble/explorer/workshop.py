@@ -101,7 +101,7 @@ def _require_size(block: Block, microbatches: int) -> None:
         ("microbatches", slots, MOST_SLOTS, "the schedule would go through {:,} slots on all ranks; the workshop takes at most {:,}"),
     ):
         if count > most:
-            raise FieldError(field, what.format(count, most))
+            raise FieldError(field, what.format(count, most), "make it smaller, or use zerobubble block")
 
 
 def _collisions(block: Block) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def _steps(block: Block, question: BlockQuestion) -> Steps:
         with errors_at("memory"):
             return four_steps(block, question.microbatches, question.memory, keep_steady_phase=not question.reorder_steady)
     except ScheduleError as error:
-        raise FieldError("text", error.faults[0].message) from error
+        raise FieldError("text", error.faults[0].message, "change the text, or reset it to the published block") from error
 
 
 def made_to_dict(made: Made) -> dict[str, Any]:

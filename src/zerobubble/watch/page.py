@@ -104,7 +104,9 @@ def _status(state: dict[str, Any]) -> str:
     urgent = " caution" if status["state"] in ENDED else ""
     word = f'<b class="state {status["state"]}">{escape(status["state"])}</b>'
     lost = f" {state['left_out']} steps were left out of its record." if state["left_out"] else ""
-    lost += "".join(f" {counted(lines, 'line')} of {name} cannot be read." for name, lines in state["unreadable_lines"].items())
+    lost += "".join(
+        f" {counted(lines, 'line')} of {name} cannot be read, and are left out." for name, lines in state["unreadable_lines"].items()
+    )
     return f'<p class="run{urgent}">{word} <b title="{escape(state["run"])}">{name}</b>{step}, {escape(when)}{why}.{lost}</p>\n'
 
 

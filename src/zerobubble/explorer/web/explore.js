@@ -29,12 +29,13 @@ async function startExplorer() {
     parts[FIRST].fields.use("file", text, name);
     choose(FIRST);
   };
-  let [timer, changes, tab, lastLink] = [0, 0, FIRST, ""];
+  let [timer, changes, tab, lastLink, lastNames, isEdit] = [0, 0, FIRST, "", "", false];
 
   // Ask after a pause without a change; an answer to what has changed since is let go.
   const later = () => {
     page.dataset.state = "waiting";
     changes += 1;
+    isEdit = true;
     clearTimeout(timer);
     timer = setTimeout(() => mayNotFail(askNow()), parts[tab].pause);
   };
@@ -67,25 +68,51 @@ async function startExplorer() {
     const { link, note } = await writeLink(values, tab);
     if (mine !== changes) return;
     if (note) notice.textContent = note;
-    lastLink = link;
-    history.replaceState(null, "", link);
+    keep(link);
     page.dataset.state = "ready";
+  }
+
+  // Back undoes the change of a field: further changes of the same field replace its entry in the history.
+  function keep(link) {
+    const names = changedNames(lastLink, link);
+    const pushes = isEdit && link !== lastLink && names !== lastNames;
+    history[pushes ? "pushState" : "replaceState"](null, "", link);
+    if (!isEdit || names) lastNames = isEdit ? names : "";
+    [lastLink, isEdit] = [link, false];
   }
 
   async function openLink() {
     if (location.hash === lastLink && lastLink) return;
     page.dataset.state = "waiting";
     const { tab: named, values, notes } = await readLink(location.hash, settings);
-    notice.textContent = notes.join(" ");
+    notice.textContent = notes.map((one) => one.error).join(" ");
     turn(named);
-    parts[named].set(values);
+    parts[named].set(values, notes);
+    [changes, isEdit] = [changes + 1, false];
+    clearTimeout(timer);
     await askNow();
   }
 
-  for (const part of Object.values(parts)) part.set({});
+  for (const part of Object.values(parts)) part.set({}, []);
+  openDropped((file) => parts[tab].open(file));
   window.addEventListener("hashchange", () => mayNotFail(openLink()));
   await openLink();
   page.dataset.shown = `${Math.round(performance.now())}`;
+}
+
+// The names of what differs between two links.
+function changedNames(before, after) {
+  const [old, now] = [before, after].map((link) => new URLSearchParams(link.slice(1)));
+  return [...new Set([...old.keys(), ...now.keys()])].filter((name) => old.get(name) !== now.get(name)).join();
+}
+
+// A file that is dropped anywhere on the page is opened in it, and not in its place.
+function openDropped(open) {
+  addEventListener("dragover", (event) => event.preventDefault());
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    for (const file of event.dataTransfer.files) mayNotFail(open(file));
+  });
 }
 
 mayNotFail(startExplorer());

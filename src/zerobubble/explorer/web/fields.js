@@ -1,6 +1,7 @@
 // The input fields in groups. Each has a label, a box, often a slider, and an error message below.
 
 import { Group, slide } from "./group.js";
+import { LABELS } from "./labels.js";
 import { element } from "./words.js";
 
 const GROUPS = [
@@ -19,15 +20,6 @@ const SAID = {
   model: "#", gpu: "#", tp: "tp #", cp: "cp #", ep: "ep #", dp: "dp #", microbatch: "# sequences", recompute: "recompute #", sequence_parallel: "no sequence parallelism", overlap_tp: "tp overlapped",
   precision: "#", gradients: "# gradients", layers: "layers #", memory: "# microbatches", held: "# kept", slow_link: "after rank #", slow_comm: "# ms", file: "#", costs: "costs", run: "run",
 };
-export const LABELS = {
-  schedule: "schedule", ranks: "ranks (p)", microbatches: "microbatches (m)", stages: "stages per rank (v)", options: "schedule options",
-  file: "schedule, plan or PyTorch CSV", versus: "compare with", run: "run of this schedule: Pipeline.timeline, JSON", preset: "preset", forward: "F, forward", backward: "B, input gradient",
-  weight: "W, weight gradient", comm: "message", slow_link: "link after rank", slow_comm: "its message, in ms",
-  costs: "costs, instead of times", memory: "limit per rank, in microbatches", held: "share kept from B to W",
-  model: "model", gpu: "GPU", tp: "tensor parallel (tp)", cp: "context parallel (cp)", ep: "expert parallel (ep)", dp: "replicas (dp)", microbatch: "sequences per microbatch",
-  recompute: "recomputed in B",
-  sequence_parallel: "sequence parallel: norms and residuals split over tp", overlap_tp: "overlap tp communication with matmuls in F", precision: "precision of matmuls", gradients: "precision of weight gradients", layers: "layers per stage",
-};
 const SLIDERS = { ranks: [1, 64, 1], microbatches: [1, 256, 1], stages: [1, 8, 1], forward: [0, 40, 0.1], backward: [0, 40, 0.1], weight: [0, 40, 0.1], comm: [0, 10, 0.05], memory: [0.25, 64, 0.25] };
 const HINTS = { memory: "no limit", slow_link: "none", slow_comm: "none", options: "such as group=4", layers: "equally many" };
 const NOTHING = { preset: "own times", model: "none", versus: "nothing" };
@@ -41,10 +33,16 @@ function lowered(text) {
   return text.charAt(0).toLowerCase() + text.slice(1);
 }
 
+// The field for a text that was dropped on the page: costs and runs are JSON with their format, anything else is a schedule or a plan.
+function fieldFor(text) {
+  const format = text.match(/"format"\s*:\s*"zerobubble (\w+) /)?.[1];
+  return { costs: "costs", workload: "costs", timeline: "run" }[format] || "file";
+}
+
 export class Fields {
   // `whole` is the group of all of them.
   constructor(form, whole, settings, onChange) {
-    Object.assign(this, { form, whole, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", search_placement: "", search_seconds: "", search_limits: "", costs: "", run: "" } });
+    Object.assign(this, { form, whole, settings, onChange, boxes: {}, sliders: {}, problems: {}, linkFaults: [], texts: { file: "", file_name: "", search_placement: "", search_seconds: "", search_limits: "", costs: "", run: "" } });
     this.groups = GROUPS.map(([title, names], place) => new Group(form, title, names.map((name) => this.field(name)), { open: place <= TIMES_GROUP }));
     this.problem = element("p", "", { class: "problem", role: "alert", id: "q-problem", hidden: "" });
     this.openFile = this.backFromFile();
@@ -112,14 +110,19 @@ export class Fields {
     const made = element("input", "", { type: "file" });
     made.addEventListener("change", async () => {
       const [file] = made.files;
-      if (!file) return;
-      if (file.size > this.settings.mostText) {
-        this.showProblem({ error: `${file.name} has ${file.size.toLocaleString("en")} bytes; the page takes at most ${this.settings.mostText.toLocaleString("en")}`, field: name });
-        return;
-      }
-      this.use(name, await file.text(), file.name);
+      if (file) await this.open(file, () => name);
     });
     return made;
+  }
+
+  // Uses a file for the field that fits its text.
+  async open(file, fieldOf = fieldFor) {
+    const most = this.settings.mostText.toLocaleString("en");
+    const tooLarge = file.size > this.settings.mostText && `${file.name} has ${file.size.toLocaleString("en")} bytes; the page takes at most ${most}: use the command line, such as zerobubble show ${file.name}`;
+    const text = tooLarge ? null : await file.text().catch(() => null);
+    const field = fieldOf(text || "");
+    if (text) this.use(field, text, file.name);
+    else this.showProblem({ error: tooLarge || `${file.name} ${text === "" ? "is empty" : "cannot be read"}: open a file that zerobubble has written`, field });
   }
 
   // What of a file is used, with a button to let it go; costs may be pasted, too.
@@ -251,7 +254,9 @@ export class Fields {
     }
   }
 
-  set(values) {
+  // `faults` are those of the link that has the values, which its fields show until they are edited.
+  set(values, faults) {
+    this.linkFaults = faults.filter((fault) => fault.field in this.problems);
     const all = { ...this.settings.defaults, ...values };
     this.put(all);
     for (const name of Object.keys(this.texts)) this.texts[name] = all[name] || "";
@@ -262,6 +267,7 @@ export class Fields {
 
   // `name` is the field that was edited, whose message no longer applies.
   changed(name = "") {
+    this.linkFaults = name ? this.linkFaults.filter((fault) => fault.field !== name) : [];
     this.showFault(name, "");
     this.showSchedule();
     this.onChange();
@@ -277,7 +283,8 @@ export class Fields {
   }
 
   // Shows the message of each wrong field below it and clears all others.
-  showProblem({ error = "", field = "", faults = error ? [{ field, error }] : [] }) {
+  showProblem({ error = "", field = "", faults: answered = error ? [{ field, error }] : [] }) {
+    const faults = [...this.linkFaults, ...answered];
     const placeOf = (fault) => (fault.field in this.problems ? fault.field : "");
     for (const name of ["", ...Object.keys(this.problems)]) {
       this.showFault(name, faults.filter((fault) => placeOf(fault) === name).map((fault) => fault.error).join(" "));

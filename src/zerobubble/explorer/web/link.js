@@ -14,30 +14,34 @@ export async function writeLink(values, tab) {
   return { link: (await writeLink(rest, tab)).link, note: "The link does not include opened or pasted files, which are too large for it." };
 }
 
-// The tab and the values in a link, and sentences about what of it cannot be used.
+// The tab and the values in a link, and what of it cannot be used: sentences with the fields that they are about, empty for those without.
 export async function readLink(hash, settings) {
   if (hash.length < 2) return { tab: FIRST, values: {}, notes: [] };
   const values = {};
   const notes = [];
   const given = new URLSearchParams(hash.slice(1));
   const version = given.get("link");
-  if (version !== VERSION) return { tab: FIRST, values, notes: [version ? `This link was made by another version of the page (${version}, this is ${VERSION}), so the page starts with its defaults.` : "This link is incomplete: its version is missing, so the page starts with its defaults."] };
+  if (version !== VERSION) return { tab: FIRST, values, notes: [note(version ? `This link was made by another version of the page (${version}, this is ${VERSION}), so the page starts with its defaults: open it with that version of zerobubble.` : "This link is incomplete: its version is missing, so the page starts with its defaults. Copy the whole link.")] };
   const tab = given.get("tab") || FIRST;
   const defaults = { [FIRST]: settings.defaults, blocks: settings.blockDefaults }[tab];
-  if (!defaults) return { tab: FIRST, values, notes: [`This link opens the tab ${tab.slice(0, 40)}, which this version does not have, so the page starts with its defaults.`] };
+  if (!defaults) return { tab: FIRST, values, notes: [note(`This link opens the tab ${tab.slice(0, 40)}, which this version does not have, so the page starts with its defaults: choose a tab.`)] };
   for (const [name, value] of given) {
     if (name === "link" || name === "tab") continue;
-    if (!(name in defaults)) notes.push(`The link has ${name.slice(0, 40)}, which this version does not know: it is left out.`);
-    else if (PACKED.includes(name) && value) await inflated(value).then((text) => (values[name] = text), () => notes.push(`The link's ${name} is damaged: it is left out.`));
+    if (!(name in defaults)) notes.push(note(`The link has ${name.slice(0, 40)}, which this version does not know: it is left out.`));
+    else if (PACKED.includes(name) && value) await inflated(value).then((text) => (values[name] = text), () => notes.push(note(`The link's ${name} is damaged: it is left out. Open the file again.`, name)));
     else values[name] = value;
   }
   const schedules = settings.schedules.map((one) => one.name);
   for (const [name, known] of Object.entries({ schedule: schedules, versus: schedules, block: settings.blocks, ...settings.choices })) {
     if (!values[name] || known.includes(values[name])) continue;
-    notes.push(`The link has the ${name} ${values[name].slice(0, 40)}, which is not known here: choose another.`);
+    notes.push(note(`The link has the ${name} ${values[name].slice(0, 40)}, which is not known here: choose another.`, name));
     delete values[name];
   }
   return { tab, values, notes };
+}
+
+function note(error, field = "") {
+  return { error, field };
 }
 
 async function deflated(text) {

@@ -23,12 +23,12 @@ export class Schedules {
       this.fields.put(values);
       this.fields.changed();
     });
-    const search = new Search(this.fields, (plan, looks, found) => this.open(plan, looks, found));
+    const search = new Search(this.fields, (plan, looks, found) => this.openPlan(plan, looks, found));
     this.shown.cards.before(this.fields.openFile);
     this.shown.saver.host.before(search.host);
   }
 
-  open(plan, looks, found) {
+  openPlan(plan, looks, found) {
     this.fields.use("file", plan, "plan.json", found);
     if (looks) this.shown.viewer.scrollIntoView({ block: "nearest" });
   }
@@ -37,13 +37,18 @@ export class Schedules {
     return this.fields.values();
   }
 
-  set(values) {
-    this.fields.set(values);
+  set(values, faults) {
+    this.fields.set(values, faults);
+  }
+
+  open(file) {
+    return this.fields.open(file);
   }
 
   showProblem(answer) {
     this.fields.showProblem(answer);
     this.right.classList.toggle("old", Boolean(answer.error));
+    this.shown.miss(answer);
     this.shown.saver.enable(!answer.error);
   }
 

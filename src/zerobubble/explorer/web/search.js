@@ -1,7 +1,7 @@
 // The planner's search: its news as it comes, a way to stop it, and what it found. The front asks it for several limits of memory.
 
 import { FrontChart } from "./front_chart.js";
-import { LABELS } from "./fields.js";
+import { LABELS } from "./labels.js";
 import { element, percent, unbroken } from "./words.js";
 import { send } from "./asker.js";
 
@@ -84,6 +84,11 @@ export class Search {
     this.host.dataset.running = `${on}`;
   }
 
+  // Seconds that leave as long for the search as the published schedules took.
+  enough() {
+    return Math.max(2 * Number(this.asked), Math.ceil((2 * (performance.now() - this.began)) / 1000));
+  }
+
   elapsed() {
     return `${Math.round((performance.now() - this.began) / 1000)} s`;
   }
@@ -134,7 +139,7 @@ export class Search {
   ending({ interrupted, searched }) {
     if (interrupted) return "Stopped. This is the best found so far. ";
     if (Number(this.asked) === 0) return "Compared published schedules only, since the search had 0 seconds. ";
-    if (searched === false) return `Schedules of all placements took the ${this.asked} s, so none was searched for: give more seconds. `;
+    if (searched === false) return `Published schedules of all placements took ${this.elapsed()} of the ${this.asked} s, so nothing was searched: give ${this.enough()} s or more. `;
     return `Found in ${this.elapsed()}. `;
   }
 

@@ -19,7 +19,7 @@ const STEP_TITLES = ["step", "makespan", "span", "bubble", "peak"];
 
 export class Workshop {
   constructor(home, theme, settings, { changed, openSchedule }) {
-    Object.assign(this, { home, settings, changed, path: "workshop", pause: 40, boxes: {}, sliders: {}, problems: {}, text: "", moved: false });
+    Object.assign(this, { home, settings, changed, path: "workshop", pause: 40, boxes: {}, sliders: {}, problems: {}, linkFaults: [], text: "", moved: false });
     this.form = element("form", "", { class: "fields", "aria-label": "which block" });
     this.form.addEventListener("submit", (event) => event.preventDefault());
     this.groups = BLOCK_GROUPS.map(([title, names]) => this.group(title, names));
@@ -92,6 +92,7 @@ export class Workshop {
 
   // What a changed field means: another published block, another number in the text, or another question about the same block.
   put(name) {
+    this.linkFaults = this.linkFaults.filter((fault) => fault.field !== name);
     slide(this.sliders[name], this.boxes[name].value);
     if (name === "block" || name === "ranks") this.publish();
     else if (name === "interval") this.edit("^interval .*$", `interval ${this.boxes.interval.value.trim()}`);
@@ -122,7 +123,14 @@ export class Workshop {
     return values;
   }
 
-  set(values) {
+  // A dropped file is the text of a block.
+  async open(file) {
+    this.use(await file.text().catch(() => ""));
+    this.boxes.text.value = this.text;
+  }
+
+  set(values, faults) {
+    this.linkFaults = faults;
     const all = { ...this.settings.blockDefaults, ...values };
     for (const name of ["block", "ranks", "microbatches", "memory"]) this.boxes[name].value = all[name];
     for (const name of ["ranks", "microbatches"]) this.sliders[name].value = all[name];
@@ -130,14 +138,15 @@ export class Workshop {
     Object.assign(this, { text: all.text, moved: Boolean(all.text) });
   }
 
-  showProblem({ error = "", field = "" }) {
+  showProblem({ error = "", field = "", faults = error ? [{ field, error }] : [] }) {
     for (const [name, place] of Object.entries(this.problems)) {
-      const wrong = Boolean(error) && (name === field || (name === "" && !(field in this.problems)));
-      place.textContent = wrong ? error : "";
-      place.hidden = !wrong;
-      if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${wrong}`);
-      if (wrong) for (const group of [this.whole, ...this.groups]) group.reveal([place]);
+      const mine = [...this.linkFaults.filter((fault) => fault.field), ...faults].filter((fault) => name === (fault.field in this.problems ? fault.field : ""));
+      place.textContent = mine.map((fault) => fault.error).join(" ");
+      place.hidden = !mine.length;
+      if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${Boolean(mine.length)}`);
+      if (mine.length) for (const group of [this.whole, ...this.groups]) group.reveal([place]);
     }
+    if (error) this.wrong.replaceChildren(...faults.map((fault) => element("p", [BLOCK_LABELS[fault.field], fault.error].filter(Boolean).join(": "), { class: "problem" })));
     this.right.classList.toggle("old", Boolean(error));
     this.saver.enable(!error);
   }
