@@ -113,6 +113,7 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/view/run.py
 	$(RUN)/python benchmarks/cut/run.py
 	$(RUN)/python benchmarks/cost_model/run.py
+	$(RUN)/python benchmarks/cost_model/ratios.py
 	$(RUN)/python benchmarks/planner/run.py --fresh
 	$(RUN)/python benchmarks/planner/noise.py
 	$(RUN)/python benchmarks/bounds/run.py
