@@ -27,6 +27,15 @@ _previous: list[Hook] = []
 """The hook that was installed before, once `show_uncaught` has installed its own."""
 
 
+_none_reasons: dict[str, str] = {}
+"""Why calls returned None on this rank, by call."""
+
+
+def explain_none(call: str, reason: str) -> None:
+    """Adds `reason` to an uncaught error about None: why `call` returned it on this rank."""
+    _none_reasons[call] = reason
+
+
 def show_uncaught() -> None:
     """Installs the hook in this process, unless it is installed already."""
     if not _previous:
@@ -34,11 +43,18 @@ def show_uncaught() -> None:
         sys.excepthook = _show
 
 
+def _shows_all() -> bool:
+    return os.environ.get(ALL_FRAMES) == "full"
+
+
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, ZeroBubbleError) and os.environ.get(ALL_FRAMES) != "full":
+    if isinstance(error, (AttributeError, TypeError)) and "'NoneType'" in text_of(error):
+        for reason in _none_reasons.values():
+            error.add_note(reason)
+    if isinstance(error, ZeroBubbleError) and not _shows_all():
         _hide_internal_frames(error)
         trace = error.__traceback__
-    if _is_of_other_rank(error) and os.environ.get(ALL_FRAMES) != "full":
+    if _is_of_other_rank(error) and not _shows_all():
         print(_last_line(error), file=sys.stderr)  # noqa: T201 - as the hook of Python does
     else:
         _previous[0](kind, error, trace)
@@ -63,13 +79,15 @@ def _last_line(error: BaseException) -> str:
     rank = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "this process"
     if _is_of_other_rank(error):
         return f"{rank} stopped{place and f' at {place}'}: {text_of(error)}"
-    if isinstance(error, PipelineError):
-        return with_place(text_of(error), error.__cause__ or error)
+    if isinstance(error, PipelineError) and error.rank is not None:
+        return with_place(text_of(error), error)
     return with_place(f"{rank}: {describe(error)}", error)
 
 
 def _trace_of(error: BaseException) -> str:
-    """Returns the traceback of `error` and of its causes, without its own text."""
+    """Returns the traceback of `error` and of its causes, without its own text; empty if no line of it is of the user."""
+    if isinstance(error, ZeroBubbleError) and not user_place(error) and not _shows_all():
+        return ""
     try:
         lines = traceback.format_exception(error)
         text = traceback.format_exception_only(error)

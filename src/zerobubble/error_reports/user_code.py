@@ -52,10 +52,21 @@ def keep_only_user_code(error: BaseException) -> None:
         error.__traceback__ = None
 
 
-def warn_user(message: str) -> None:
-    """Warns at the line of the user's code that the current call comes from; at the outermost line if there is none."""
+def calling_place() -> str:
+    """Returns `file:line` of the user's code that the current call comes from; of the outermost line if there is none."""
+    frame = _calling_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _calling_frame() -> FrameType:
     frame = sys._getframe(1)
     while not is_users(frame) and frame.f_back is not None:
         frame = frame.f_back
+    return frame
+
+
+def warn_user(message: str) -> None:
+    """Warns at the line of the user's code that the current call comes from; at the outermost line if there is none."""
+    frame = _calling_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"), registry)

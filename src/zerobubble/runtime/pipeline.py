@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.display import clipped
+from zerobubble.error_reports.uncaught import explain_none
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
@@ -31,6 +32,7 @@ from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.hooks.switches import Switch
 from zerobubble.runtime.hooks.torch_calls import refuse_calls_for_one_rank
 from zerobubble.runtime.measure.profile import Progress
+from zerobubble.runtime.module_calls import RefusesModuleCalls, StageModules, called_first
 from zerobubble.runtime.options import LOSS, TIMEOUT, PipelineOptions, Plays
 from zerobubble.runtime.session import Session, attach_first, connect, runner_of
 from zerobubble.runtime.split.report import SplitReports
@@ -58,7 +60,7 @@ R = TypeVar("R")
 
 
 @takes()
-class Pipeline:
+class Pipeline(RefusesModuleCalls):
     """Trains a model split into stages over the ranks of a process group, with the gradients of one device.
 
     Every rank creates one, after `torch.distributed.init_process_group`, with the same arguments except for its own modules:
@@ -170,7 +172,7 @@ class Pipeline:
         options = PipelineOptions(**{name: value for name, value in locals().items() if name != "self"})
         session = connect(options)
         self.rank, self._num_ranks = session.peers.rank, session.peers.size
-        self.modules = session.setup.stages.modules
+        self.modules = StageModules(session.setup.stages.modules)
         self.device = session.setup.stages.device
         self.pace = Pace(pace) if pace is not None else None
         self._options = options
@@ -287,7 +289,12 @@ class Pipeline:
         """
         self._steps.settle()
         loss, outputs = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches))
-        return loss, None if outputs is None else join_outputs(outputs)
+        if loss is None:
+            explain_none("loss", "eval_step(inputs) returns no loss: give it targets, too")
+        if outputs is None:
+            explain_none("outputs", f"eval_step returns None for the outputs on rank {self.rank}: the rank of the last stage has them")
+            return loss, None
+        return loss, join_outputs(outputs)
 
     @property
     def schedule(self) -> Schedule:
@@ -329,6 +336,7 @@ class Pipeline:
         """The parts of the last step's loss that stages added with `zb.nn.add_loss`, by name, as scalar tensors on every rank."""
         return self._steps.added_losses
 
+    @called_first
     def parameters(self) -> Iterator[nn.Parameter]:
         """Returns the parameters of this rank's stages, each once.
 

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from zerobubble.error_reports.error_file import forget_error_file, write_error_file
 from zerobubble.error_reports.text import describe
 from zerobubble.error_reports.uncaught import show_uncaught, write_report
-from zerobubble.error_reports.user_code import begin_at_user_code, with_place
+from zerobubble.error_reports.user_code import begin_at_user_code, calling_place, user_place
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure import forked, termination
 from zerobubble.runtime.failure.blame import CLOSING, agent_end_report, sigterm_report
@@ -158,7 +158,7 @@ class FailureGuard:
         forget_locals(error)
         begin_at_user_code(error)  # after all frames have been cleared
         if report.rank == self._transport.rank:
-            write_report(error, with_place(report.message, error))
+            write_report(error, f"{report.message} ({user_place(error) or calling_place()})")
         ends_process = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit: this process is to end
         raised = error if ends_process else error_of(report, self._transport.rank)
         self.close_after(raised, report.message, report)

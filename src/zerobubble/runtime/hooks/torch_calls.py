@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
@@ -29,7 +30,10 @@ COMBINING: set[str] = set()
 
 @cache
 def refuse_calls_for_one_rank() -> None:
-    """Makes torch refuse, while a pipeline of several ranks is open, what `norm`, `clip` and `iterate` refuse below. It is done once."""
+    """Makes torch refuse what `norm`, `clip` and `iterate` refuse below, while a pipeline of several ranks is open, and `backward`.
+
+    It is done once.
+    """
     # Private functions, which a later torch may drop; then their use is not refused.
     wrapper = getattr(clip_grad, NORM, None)
     if wrapper is not None and "func" in wrapper.__code__.co_freevars:
@@ -37,6 +41,7 @@ def refuse_calls_for_one_rank() -> None:
         cell.cell_contents = _norm(cell.cell_contents)
     if hasattr(clip_grad, CLIP):
         setattr(clip_grad, CLIP, _clip(getattr(clip_grad, CLIP)))
+    torch.autograd.backward = _backward(torch.autograd.backward)
     DistributedSampler.__iter__ = _iterate(DistributedSampler.__iter__)  # type: ignore[method-assign]
 
 
@@ -79,6 +84,29 @@ def _refuse_norm(what: str, ranks: int, max_norm: str) -> NoReturn:
         ranks=ranks,
         remedy=f"call pipe.clip_grad_norm_({max_norm}) on every rank, which returns the norm of all gradients; inf clips nothing",
     )
+
+
+def _backward(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuses tensors without a graph, such as the loss of a step, whose backward pass has run."""
+        try:
+            original(tensors, *args, **kwargs)
+        except RuntimeError as error:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if all(isinstance(root, Tensor) and not root.requires_grad for root in roots) and any(map(_has_stepped, watched_runners())):
+                raise InputError(
+                    "backward() needs a tensor with a graph, and {got} has none",
+                    got="this one" if len(roots) == 1 else "each of these",
+                    remedy="if it is the loss of pipe.step, remove backward(): step has run the backward pass, and gradients are in .grad",
+                ) from error
+            raise
+
+    return backward
+
+
+def _has_stepped(pipeline: StepRunner) -> bool:
+    return pipeline.losses is not None
 
 
 def _iterate(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

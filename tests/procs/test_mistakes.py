@@ -1,0 +1,124 @@
+"""Mistakes of a first program, made on two ranks: the last line of torchrun's report names the rank, the fault and the remedy.
+
+Calls of `nn.Module` on a pipeline leave it open.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.refusals import Stated, states
+from zerobubble.error_reports import error_file, uncaught
+from zerobubble.errors import InputError
+
+M = 4
+Mistake = Callable[[zb.Pipeline], Any]
+
+ON_ONE_PIPELINE: list[tuple[Mistake, Stated]] = [
+    (lambda pipe: pipe(*batch(M)), ("pipe.step", "pipe.eval_step")),  # type: ignore[operator]
+    (lambda pipe: pipe.forward(*batch(M)), ("forward", "pipe.step")),
+    (lambda pipe: pipe.train(), ("train", "pipe.step", "pipe.modules.values")),
+    (lambda pipe: pipe.eval(), ("eval", "pipe.eval_step")),
+    (lambda pipe: pipe.to("cpu"), ("to", "zb.Pipeline", "device=")),
+    (lambda pipe: pipe.cuda(), ("cuda", "zb.Pipeline", "device=")),
+    (lambda pipe: pipe.half(), ("half", "zb.split", "torch.autocast")),
+    (lambda pipe: pipe.zero_grad(), ("zero_grad", "optimizer.zero_grad")),
+    (lambda pipe: pipe.backward(), ("backward", "pipe.step")),
+    (lambda pipe: pipe.named_parameters(), ("named_parameters", "pipe.modules.values")),
+    (lambda pipe: pipe.modules(), ("pipe.modules", "pipe.modules.values")),
+    (lambda pipe: pipe.evalstep(), ("evalstep", "'eval_step'")),
+    (lambda pipe: pipe.no_such_thing, ("no_such_thing", "help(zb.Pipeline)")),
+    (lambda pipe: pipe.state_dict(), ("state_dict", "zb.save")),
+    (lambda pipe: pipe.module, ("module", "zb.gathered")),
+    (copy.deepcopy, ("Pipeline", "zb.split")),
+    (lambda pipe: list(pipe), ("pipe.parameters", "pipe.modules")),  # type: ignore[call-overload]
+    (lambda pipe: torch.optim.SGD(pipe, lr=0.1), ("pipe.parameters",)),  # type: ignore[arg-type]
+    (lambda pipe: torch.optim.SGD(pipe.parameters, lr=0.1), ("pipe.parameters()",)),  # type: ignore[arg-type]
+    (lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters, 1.0), ("pipe.parameters()",)),  # type: ignore[arg-type]
+    (lambda pipe: nn.parallel.DistributedDataParallel(pipe), ("pipe.modules.values",)),  # type: ignore[arg-type]
+    (lambda pipe: pipe.step(*batch(M)).backward(), ("pipe.step", ".grad")),
+    (lambda pipe: (pipe.step(*batch(M)) / 2).backward(), ("pipe.step", ".grad")),
+    (lambda pipe: torch.autograd.backward([pipe.step(*batch(M))]), ("pipe.step", ".grad")),
+    (lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0), ("pipe.clip_grad_norm_",)),
+    (lambda pipe: pipe.step(batch(M)[0], labels=batch(M)[1]), ("labels", "targets")),
+    (lambda pipe: pipe.step(*(part[:3] for part in batch(M))), (3, M, "num_microbatches=3")),
+]
+
+
+def reported(group: Any, mistakes: list[Mistake], folder: Path, pipe: zb.Pipeline) -> list[tuple[str, str]]:
+    """The kind of error of each mistake, and the last line of the report of this rank."""
+    path = folder / f"error{pipe.rank}"
+    found = []
+    environment = {"RANK": str(pipe.rank), "TORCHELASTIC_ERROR_FILE": str(path)}
+    with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "stderr"):
+        for mistake in mistakes:
+            error_file.forget_error_file()
+            try:
+                mistake(pipe)
+            except Exception as error:
+                uncaught._show(type(error), error, error.__traceback__)
+                report = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+                kinds = [kind.__name__ for kind in (InputError, AttributeError) if isinstance(error, kind)]
+                found.append((" ".join(kinds) or type(error).__name__, report.splitlines()[-1]))
+            else:
+                found.append(("", ""))
+        error_file.forget_error_file()
+    return found
+
+
+def compile_pipeline(group: Any, folder: Path) -> list[tuple[str, str]]:
+    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group) as pipe:
+        return reported(group, [torch.compile], folder, pipe)
+
+
+@pytest.mark.long
+def test_a_pipeline_is_not_compiled(world: Ranks, tmp_path: Path) -> None:
+    for ((kind, last),) in world.run(compile_pipeline, tmp_path, ranks=2):
+        assert kind == "InputError"
+        states(last, "torch.compile", "zb.Pipeline", "split=")
+
+
+def make_mistakes(group: Any, folder: Path) -> tuple[list[tuple[str, str]], bool, float]:
+    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group) as pipe:
+        found = reported(group, [mistake for mistake, _ in ON_ONE_PIPELINE], folder, pipe)
+        return found, hasattr(pipe, "train"), pipe.step(*batch(M)).item()
+
+
+def test_each_mistake_is_one_sentence_and_the_pipeline_goes_on(world: Ranks, tmp_path: Path) -> None:
+    for rank, (found, seems_a_module, loss) in enumerate(world.run(make_mistakes, tmp_path, ranks=2)):
+        assert not seems_a_module
+        assert loss > 0
+        for (kind, last), (_, stated) in zip(found, ON_ONE_PIPELINE, strict=True):
+            assert kind.startswith("InputError"), (stated, last)
+            assert last.startswith(f"rank {rank}: "), last
+            assert last.endswith(")"), last
+            assert f"({__file__}:" in last, last
+            states(last, *stated)
+
+
+def read_none(group: Any, folder: Path) -> list[tuple[str, str]]:
+    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group) as pipe:
+        uses: list[Mistake] = [lambda pipe: pipe.eval_step(batch(M)[0])[0].item(), lambda pipe: pipe.eval_step(batch(M)[0])[1].argmax(-1)]
+        return reported(group, uses, folder, pipe)
+
+
+def test_a_result_that_a_rank_does_not_have_says_who_has_it(world: Ranks, tmp_path: Path) -> None:
+    first, last = world.run(read_none, tmp_path, ranks=2)
+    for kind, line in (*first, last[0]):
+        assert kind == "AttributeError"
+        states(line, "NoneType", "eval_step")
+    assert last[1] == ("", "")
