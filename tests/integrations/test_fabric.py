@@ -20,6 +20,7 @@ from tests.refusals import raises, states
 from zerobubble import InputError, PipelineError
 from zerobubble.integrations.lightning import PipelineStrategy as StrategyOfTrainer
 from zerobubble.integrations.lightning.fabric import PipelineStrategy
+from zerobubble.integrations.lightning.microbatch_losses import MicrobatchLosses
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own dependencies
 PROGRAM = Path(__file__).with_name("train_with_fabric.py")
@@ -232,3 +233,12 @@ def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     done = torchrun(programs_of("docs/lightning.md")[-1], tmp_path, 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "'loss'" in done.stdout
+
+
+def test_a_loss_that_changes_its_dict_of_targets_is_compared_with_the_whole_batch() -> None:
+    losses = MicrobatchLosses(lambda output, targets: nn.functional.mse_loss(output, targets.pop("y")), None)
+    output, y = torch.rand(2, 4, 3), torch.rand(2, 4, 3)
+    assert losses.begin([4, 4])
+    for index in range(2):
+        losses(output[index], {"y": y[index]})
+    assert losses.fault() is None

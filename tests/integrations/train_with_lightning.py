@@ -169,7 +169,7 @@ class Manual(Classifier):
 
 
 class Layers(lightning.LightningModule):
-    """Layers and a metric without a module around them, cut by the forward of the LightningModule."""
+    """Layers and a metric without a module around them, cut by the forward of the LightningModule. Its step takes the batch apart."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,9 +180,9 @@ class Layers(lightning.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.third(self.second(self.first(x).tanh()).relu()).tanh())
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        x, y = batch
-        logits = self(x)
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        y = batch.pop()
+        logits = self(*batch)
         self.train_accuracy(logits, y)
         self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         return functional.cross_entropy(logits, y)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zerobubble.integrations.batches import with_new_containers
 from zerobubble.integrations.lightning.comparison import is_compared, loss_fault, tolerance_of
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.logs import Parts
@@ -54,7 +55,7 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
             loss = super().__call__(output, targets)
         else:
             with self._draws.of_microbatch(len(self._calls), in_loss=True):
-                loss = super().__call__(output, targets)
+                loss = super().__call__(output, with_new_containers(targets))
             self._calls.append((pytree.tree_map_only(Tensor, torch.Tensor.detach, output), targets, float(loss.detach())))
         return loss * len(self._sizes) if self._is_sum and torch.is_grad_enabled() else loss
 

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches
+from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches, with_new_containers
 from zerobubble.integrations.lightning.comparison import Fault, inputs_differ
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.extras import joined
@@ -160,7 +160,7 @@ class StepRunner:
                 expected=samples,
             )
         microbatches, sizes = cut(batch, min(samples, most))
-        return Step(batch, microbatches, sizes, rest, share)
+        return Step(with_new_containers(batch), microbatches, sizes, rest, share)
 
     def _trained(self, step: Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
         """Runs the passes of a step, puts the gradients aside, and returns the loss."""
@@ -296,7 +296,7 @@ class StepRunner:
         candidates = [self._network] if self._network is not None else self._candidates()
         try:
             with _all_replaced(candidates):
-                getattr(self._module, name)(*args)
+                getattr(self._module, name)(*map(with_new_containers, args))
         except CalledError as error:
             if self._network is None:
                 self._network = error.module

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from zerobubble.errors import InputError
+from zerobubble.integrations.batches import with_new_containers
 from zerobubble.integrations.lightning.comparison import Fault, is_compared, loss_fault, tolerance_of
 from zerobubble.integrations.lightning.extras import learn_rules
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated
@@ -143,7 +144,7 @@ def loss_of(module: pl.LightningModule, batch: Any, rest: tuple[Any, ...]) -> tu
     """Returns the loss that `training_step` returns, or passes to `manual_backward`, and what else it returns."""
     name = f"{type(module).__name__}.training_step"
     try:
-        returned = module.training_step(batch, *rest)
+        returned = module.training_step(with_new_containers(batch), *rest)
     except BackwardCalledError as error:
         return error.loss, {}
     if not module.automatic_optimization:
