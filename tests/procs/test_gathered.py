@@ -670,3 +670,44 @@ def queued(group: Any, folder: str, schedule: str) -> list[float]:
 def test_a_buffer_that_the_model_writes_behind_its_parts_is_gathered_and_saved(world: Ranks, tmp_path: Path, schedule: str) -> None:
     for errors in world.run(queued, str(tmp_path / "checkpoint"), schedule, ranks=2):
         assert max(errors) < TOLERANCE
+
+
+class Observed(nn.Module):
+    """A layer with the least value of each channel, whose shape comes in the first forward, in place or in another tensor."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.in_place = nn.Linear(WIDTH, WIDTH), in_place
+        self.register_buffer("least", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x).tanh()
+        least = x.detach().amin(0) if self.least.numel() == 0 else torch.minimum(x.detach().amin(0), self.least)
+        if self.in_place:
+            self.least.resize_(least.shape).copy_(least)
+        else:
+            self.least = least
+        return x
+
+
+def observed(group: Any) -> list[float]:
+    """The errors of two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Observed(in_place=number % 2 > 0) for number in range(4))).double()
+    expected, (x, y), errors = OneDevice(model), batch(0), []
+    expected.loss_fn = nn.MSELoss()  # type: ignore[assignment]
+    pipe = zb.Pipeline(zb.split(model, example=x[:2]), "1f1b", MICROBATCHES, nn.MSELoss(), group=group)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        expected.step(x, y)
+        pipe.step(x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+        with zb.gathered(model):
+            errors.append(error_of(model, expected.model))
+    pipe.close()
+    return errors
+
+
+def test_buffers_whose_shapes_come_in_the_first_forward_are_gathered(world: Ranks) -> None:
+    assert max(error for errors in world.run(observed, ranks=2) for error in errors) < TOLERANCE

@@ -141,7 +141,7 @@ class Gathering:
         changed = [name for name, version in self._versions().items() if version != self._before[name]]
         for tensor in (self._tensors[name] for name in changed if not isinstance(self._tensors[name], nn.Parameter)):
             for copy in runner.cut_model.copies_of(tensor):
-                copy.copy_(tensor)
+                _overwrite(copy, tensor)
         of_ranks = [set(names) for names in runner.gather(changed, "comparing changes of gathered weights")]
         for rank, names in enumerate(of_ranks):
             for name in sorted(names):
@@ -167,7 +167,8 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
         names = _names_in_stages(runner, tensors)
         held = _held_by(runner, tensors, names)
         mine = {name: _Held(stage, tuple(local_part(tensor).shape), tensor.dtype) for name, (stage, tensor) in held.items()}
-        from_all = runner.gather(({name: (names[name], tuple(tensor.shape)) for name, tensor in tensors.items()}, mine, wanted), _DOING)
+        shapes = {name: tuple(tensor.shape) if isinstance(tensor, nn.Parameter) else None for name, tensor in tensors.items()}
+        from_all = runner.gather(({name: (names[name], shapes[name]) for name in tensors}, mine, wanted), _DOING)
         forms, of_ranks, wants = zip(*from_all, strict=True)
         with runner.agreed_errors():
             _refuse_different(forms, runner.peers.members)
@@ -195,7 +196,7 @@ def _names_in_stages(runner: StepRunner, tensors: Mapping[str, Tensor]) -> dict[
     return {name: known.get(id(tensor), "") if is_cut else name for name, tensor in tensors.items()}
 
 
-def _refuse_different(forms: Sequence[Mapping[str, tuple[str, tuple[int, ...]]]], ranks: Sequence[int]) -> None:
+def _refuse_different(forms: Sequence[Mapping[str, tuple[str, tuple[int, ...] | None]]], ranks: Sequence[int]) -> None:
     for rank, theirs in zip(ranks, forms, strict=True):
         if theirs != forms[0]:
             name = next(iter(dict(theirs.items() ^ forms[0].items())))
@@ -214,7 +215,7 @@ def _refuse_other_shapes(tensors: Mapping[str, Tensor], of_ranks: Sequence[Mappi
     for rank, theirs in zip(ranks, of_ranks, strict=True):
         for name, held in theirs.items():
             shape = tuple(local_shape(tensors[name]))
-            if held.shape != shape:
+            if held.shape != shape and isinstance(tensors[name], nn.Parameter):  # a forward may give a buffer another shape
                 raise InputError(
                     "{name!r} has the shape {expected} in the model and {got} on rank {rank} of the pipeline",
                     name=name,
@@ -265,4 +266,11 @@ def _exchange(runner: StepRunner, tensor: Tensor, held: StageTensor | None, exch
     if is_released(tensor):
         refill(tensor, value.to(tensor.device))
     elif held is None or held.tensor is not tensor:
-        local_part(tensor).copy_(value)
+        _overwrite(local_part(tensor), value)
+
+
+def _overwrite(tensor: Tensor, value: Tensor) -> None:
+    if tensor.shape == value.shape:
+        tensor.copy_(value)
+    else:
+        tensor.data = value.to(tensor, copy=True)
