@@ -89,6 +89,21 @@ class Classifier(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+def two_views(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A loss of two views of each sample, which the network gets one after another."""
+    first, second = model(torch.cat((x, x.flip(1)))).chunk(2)
+    return functional.cross_entropy(first, y) + functional.mse_loss(first, second)
+
+
+class TwoViews(Classifier):
+    """Two views of each sample."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = two_views(self.model, *batch)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
 class Evaluated(Classifier):
     """Metrics, a scheduler, validation, and values that `training_step` returns with the loss."""
 
@@ -153,9 +168,7 @@ class Manual(Classifier):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         optimizer = self.optimizers()
-        x, y = batch
-        logits = self.model(x)
-        loss = functional.cross_entropy(logits, y)
+        loss = two_views(self.model, *batch)
         optimizer.zero_grad()
         self.manual_backward(loss)
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
@@ -340,7 +353,7 @@ def averaged(folder: Path) -> dict[str, Any]:
 
 CASES = {
     "plain": Case(Classifier),
-    "accumulation": Case(Classifier, lambda folder: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, order="distributed"),
+    "accumulation": Case(TwoViews, lambda folder: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, order="distributed"),
     "manual": Case(Manual, order="distributed"),
     "evaluation": Case(Evaluated, evaluated, validates=True),
     "layers": Case(Layers, lambda folder: {"precision": "64-true"}),

@@ -107,13 +107,13 @@ def tolerance_of(output: Any) -> float:
     return min((TOLERANCES.get(dtype, 1e-2) for dtype in dtypes), default=2e-5)
 
 
-def inputs_differ(joined: Any, whole: Any) -> bool:
-    """Returns whether tensors of equal shapes in two nested structures differ by more than rounding. Other shapes are those of padding."""
+def are_near_inputs(joined: Any, whole: Any) -> bool:
+    """Returns whether tensors of equal shapes in two nested structures differ by rounding at most. Other shapes are those of padding."""
     (parts, form), (others, other_form) = (pytree.tree_flatten(inputs) for inputs in (joined, whole))
     if form != other_form:
-        return False
+        return True
     pairs = [(a, b) for a, b in zip(parts, others, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]
-    return any(not _are_equal(a, b) for a, b in pairs)
+    return all(_are_equal(a, b) for a, b in pairs)
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

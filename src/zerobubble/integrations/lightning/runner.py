@@ -31,14 +31,14 @@ from torch.utils import _pytree as pytree
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches, with_new_containers
-from zerobubble.integrations.lightning.comparison import Fault, inputs_differ
+from zerobubble.integrations.lightning.comparison import Fault, are_near_inputs
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.extras import joined
 from zerobubble.integrations.lightning.isolation import isolated, nothing
 from zerobubble.integrations.lightning.logs import Entry, MetricState, Parts, StepMessages, counts_of, merged, updated
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.step import Step
-from zerobubble.integrations.lightning.whole_batch import WholeBatch, loss_of, metrics_copied
+from zerobubble.integrations.lightning.whole_batch import WholeBatch, joined_in_views, loss_of, metrics_copied, num_views
 from zerobubble.integrations.lightning.world import end_world
 from zerobubble.integrations.whole_model import (
     CalledError,
@@ -50,7 +50,6 @@ from zerobubble.integrations.whole_model import (
     replaced,
 )
 from zerobubble.runtime.gathered import gathering, make_whole
-from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all, states_restored
 
 Arguments = tuple[Any, ...] | dict[str, Any]
@@ -73,6 +72,7 @@ class StepRunner:
         self._whole = WholeBatch(module, device, {})
         self._messages = StepMessages(module, self._group, device)
         self._is_first = True
+        self._has_views = False
         self._draws = False
         self._step: Step | None = None
         self._given: list[Arguments] = []
@@ -114,13 +114,16 @@ class StepRunner:
             nonlocal calls
             calls += 1
             self._refuse_second_call(calls)
-            if self._is_first and not equal_arguments(self._form(args, kwargs), join_outputs(arguments)):
+            form = self._form(args, kwargs)
+            views = num_views(arguments, step.sizes, form, equal_arguments) if self._is_first or self._has_views else 1
+            if not views:
                 raise Fault(self._name, kind="inputs").error(self._training_step)
+            self._has_views = views > 1
             outputs: list[Any] = [None] * len(step.sizes)
             with own_forward(self.network), metrics_copied(self._module), draws.paused():
                 self._trained(step, arguments, clears=False, outputs=outputs)
             parts = step.draws.parts if step.draws.follow_the_call else None
-            output, parts = self._from_last_stage((join_outputs(outputs), parts) if self._is_last else None)
+            output, parts = self._from_last_stage((joined_in_views(outputs, step.sizes, views), parts) if self._is_last else None)
             step.draws.parts = parts or step.draws.parts
             self._states_after_call = RandomStates.now(self._device)
             self._seed_rest(step, 0)
@@ -188,11 +191,10 @@ class StepRunner:
 
     def _compare(self, step: Step, outputs: list[Any]) -> None:
         """Raises `InputError` on every rank if the step differs from one call of `training_step` for the batch."""
-        joined = join_outputs(self._given)
 
-        def called(*args: Any, **kwargs: Any) -> bool:
+        def called(*args: Any, **kwargs: Any) -> int:
             self._seed_rest(step, 0)
-            return not inputs_differ(joined, self._form(args, kwargs))
+            return num_views(self._given, step.sizes, self._form(args, kwargs), are_near_inputs)
 
         fault = None
         if self._is_last:
@@ -243,7 +245,7 @@ class StepRunner:
         if calls > 1:
             message = "training_step calls {name} more than once, and a pipeline runs it once for each microbatch"
             remedy = (
-                "join the inputs of both calls sample by sample, as torch.stack((a, b), 1).flatten(0, 1); networks that train against each "
+                "join the inputs of both calls, as torch.cat((a, b)); networks that train against each "
                 "other, as in a GAN, need a zb.Pipeline each"
             )
             raise InputError(message, name=self._name, remedy=remedy)

@@ -70,7 +70,7 @@ class WholeBatch:
         self.num_steps += 1
         return is_compared(self.num_steps)
 
-    def fault(self, network: nn.Module, step: Step, outputs: Sequence[Any], parts: Parts, called: Callable[..., bool]) -> Fault | None:
+    def fault(self, network: nn.Module, step: Step, outputs: Sequence[Any], parts: Parts, called: Callable[..., int]) -> Fault | None:
         """Returns what of a step differs from one call of `training_step`, or None.
 
         Args:
@@ -78,10 +78,10 @@ class WholeBatch:
             step: The step.
             outputs: The outputs of the network, for each microbatch.
             parts: The losses and logs of microbatches.
-            called: Returns whether the arguments of the network are those of the microbatches.
+            called: Returns in how many views the arguments of the network are those of the microbatches, 0 if they are others.
         """
-        output = join_outputs([pytree.tree_map_only(Tensor, _leaf, output) for output in outputs])
-        whole = self._run(network, step, output, called)
+        outputs = [pytree.tree_map_only(Tensor, _leaf, output) for output in outputs]
+        whole = self._run(network, step, outputs, called)
         if whole.changed:
             return Fault(whole.changed[0], kind="state")
         if len(parts.losses) == 1:
@@ -91,8 +91,8 @@ class WholeBatch:
             return Fault(f"self.{name or 'forward'}", kind="inputs")
         if step.draws.fault:
             return Fault(step.draws.fault, kind="draws")
-        again = self._run(network, step, output, called) if whole.has_plain_floats else whole
-        tolerance = tolerance_of(output)
+        again = self._run(network, step, outputs, called) if whole.has_plain_floats else whole
+        tolerance = tolerance_of(outputs)
         is_random = any(step.draws.parts.values()) or step.states is not None
         return (
             loss_fault(float(whole.loss), parts, tolerance, draws=is_random)
@@ -100,15 +100,15 @@ class WholeBatch:
             or learn_rules(step.extras, (whole.extras, again.extras), parts, self.rules_of_extras, tolerance)
         )
 
-    def _run(self, network: nn.Module, step: Step, output: Any, called: Callable[..., bool]) -> Run:
-        """Runs `training_step` once for the batch, where the call of the network returns `output`."""
+    def _run(self, network: nn.Module, step: Step, outputs: Sequence[Any], called: Callable[..., int]) -> Run:
+        """Runs `training_step` once for the batch, where the call of the network returns the joined `outputs`."""
         entries: list[Entry] = []
-        has_inputs = True
+        views = 1
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal has_inputs
-            has_inputs = called(*args, **kwargs)
-            return output
+            nonlocal views
+            views = called(*args, **kwargs)
+            return joined_in_views(outputs, step.sizes, views)
 
         with ExitStack() as stack:
             stack.enter_context(states_restored(step.states, self.device))
@@ -118,7 +118,7 @@ class WholeBatch:
             stack.enter_context(replaced(network, forward=forward))
             stack.enter_context(step.draws.joined())
             loss, extras = loss_of(self.module, step.batch, step.rest)
-        return Run(loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, extras), entries, changed, has_inputs)
+        return Run(loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, extras), entries, changed, has_inputs=views > 0)
 
     def _log_fault(self, entries: Sequence[Entry], again: Sequence[Entry], parts: Parts, tolerance: float) -> Fault | None:
         """Returns the first logged number that follows by no rule. A number of Python that another run logs differently is none."""
@@ -138,6 +138,27 @@ class WholeBatch:
         logs = [[entry for entry in of_one if entry.name == name] for of_one in parts.logs]
         found = merged(parts._replace(logs=logs), self.module, {name: rule})
         return float(found[0].value) if found else None
+
+
+def joined_in_views(values: Sequence[Any], sizes: Sequence[int], views: int) -> Any:
+    """Returns arguments or outputs of microbatches for the batch: with several `views`, as torch.cat joins them, one after another."""
+    if views <= 1:
+        return join_outputs(values)
+
+    def part(value: Any, size: int, view: int) -> Any:
+        rows = slice(view * size, (view + 1) * size)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == views * size else tensor, value)
+
+    return join_outputs([part(value, size, view) for view in range(views) for value, size in zip(values, sizes, strict=True)])
+
+
+def num_views(values: Sequence[Any], sizes: Sequence[int], whole: Any, are_equal: Callable[[Any, Any], bool]) -> int:
+    """Returns the number of views with which the joined arguments of microbatches equal those of the batch, 0 if they differ."""
+    if are_equal(join_outputs(values), whole):
+        return 1
+    rows = max((len(leaf) for leaf in pytree.tree_leaves(whole) if isinstance(leaf, Tensor) and leaf.ndim), default=0)
+    views = rows // sum(sizes)
+    return views if views > 1 and are_equal(joined_in_views(values, sizes, views), whole) else 0
 
 
 def loss_of(module: pl.LightningModule, batch: Any, rest: tuple[Any, ...]) -> tuple[Tensor, dict[str, Any]]:
