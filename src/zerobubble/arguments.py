@@ -277,6 +277,7 @@ _REMEDIES = {
     ("Schedule", "Program"): "program.to_schedule() gives its order",
     ("Schedule", "Recipe"): "make(recipe.name, num_ranks, num_microbatches) gives its schedule",
     ("Schedule", "Costs"): "give the schedule first, then the costs",
+    ("Module", "Pipeline"): "give the model that zb.split has cut",
     ("Plan", "str"): "give the plan first, then the file",
     ("Plan", "Schedule"): "plan(...) gives one; a schedule alone is written by io.dumps",
     ("Program", "Schedule"): "lower(schedule) gives its program",

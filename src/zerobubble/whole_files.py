@@ -12,7 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
 
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, near
 
 PIECE_BYTES = 1 << 20
 
@@ -26,6 +26,24 @@ class Readable(Protocol):
 
     def read(self, size: int, /) -> bytes:
         """Up to `size` bytes, none at the end."""
+
+
+def unusable(verb: str, file: str | Path, error: OSError) -> InputError:
+    """Returns the error of a `file` that cannot be read or written (`verb`), with the remedy."""
+    return InputError(
+        "cannot {verb} {file}: {reason}", verb=verb, file=str(file), reason=error.strerror, remedy=_remedy(verb, Path(file), error)
+    )
+
+
+def _remedy(verb: str, file: Path, error: OSError) -> str:
+    if isinstance(error, IsADirectoryError):
+        return "give the path of a file"
+    if not isinstance(error, FileNotFoundError):
+        return ""
+    if not file.parent.is_dir():
+        return f"there is no folder {file.parent}" + (", so make it first" if verb == "write" else "")
+    hint = near(file.name, os.listdir(file.parent)).rstrip()
+    return hint or f"check the name in {file.parent.resolve()}"
 
 
 def write_text(file: str | Path, text: str) -> None:
@@ -62,8 +80,9 @@ def _replace(target: Path, data: bytes) -> None:
         os.replace(draft, target)
     except (OSError, ValueError) as error:
         Path(draft).unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError("cannot write {file}: {reason}", file=str(target), reason=reason) from error
+        if isinstance(error, OSError):
+            raise unusable("write", target, error) from error
+        raise InputError("cannot write {file}: {reason}", file=str(target), reason=str(error)) from error
 
 
 def require_suffix(file: str | Path, *suffixes: str) -> None:
@@ -102,7 +121,7 @@ def _refusing(file: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError("cannot write {file}: {cause}", file=file, cause=error.strerror) from error
+        raise unusable("write", file, error) from error
     except ValueError as error:
         raise InputError("cannot write {file!r}: {reason}", file=str(file), reason=str(error)) from error
 
@@ -126,7 +145,7 @@ def opened_regular(file: str | Path) -> Iterator[BufferedReader]:
                 raise InputError("cannot read {file}: it is not a regular file", file=str(file))
             yield opened
     except OSError as error:
-        raise InputError("cannot read {file}: {reason}", file=str(file), reason=error.strerror) from error
+        raise unusable("read", file, error) from error
     except ValueError as error:
         if isinstance(error, InputError):
             raise

@@ -66,7 +66,9 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
     _refuse_others()
     lacking = [flag for flag, value in (("--gpu", options.gpu), ("--gpus", options.gpus)) if value is None]
     if options.model is None or options.gpu is None or options.gpus is None:
-        raise InputError("{argument} needs {needed}, such as --gpu H100 --gpus 1024", argument="--model", needed=" and ".join(lacking))
+        raise InputError(
+            "{argument} needs {needed}, such as --gpu H100 --gpus 1024", argument=options.model or "--model", needed=" and ".join(lacking)
+        )
     model = known_model(options.model)
     if options.sequence is not None:
         model = with_sequence(model, options.sequence)

@@ -39,7 +39,7 @@ class OneSentenceGroup(click.Group):
             return _print_error(_wrong_value(error))
         except click.BadOptionUsage as error:
             lack = "takes no value" if "not take" in error.message else "needs a value"
-            return _print_error(f"{error.option_name} {lack}: see --help")
+            return _print_error(f"{error.option_name} {lack}: {_an_example(error.ctx)}")
         except click.ClickException as error:
             return _print_error(_without_count(error.format_message()))
         except (ScheduleError, ProgramError) as error:
@@ -77,7 +77,7 @@ class OneSentenceGroup(click.Group):
         name = args[0]
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        found = nearest_name(name, list(self.commands))
+        found = "--help" if name == "help" else nearest_name(name, list(self.commands))
         hint = f"did you mean {found!r}? " if found else ""
         raise click.UsageError(f"there is no command {name!r}: {hint}known are {', '.join(self.commands)}")
 
@@ -127,9 +127,9 @@ def _wrong_value(error: click.BadParameter) -> str:
     return f"{name}: {_plainly(error.message.removesuffix('.'), error.param.type)}"
 
 
-def _an_example(context: click.Context) -> str:
+def _an_example(context: click.Context | None) -> str:
     """Returns the first example in the help of the command."""
-    example = (context.command.help or "").partition("Examples:\n")[2].partition("\n")[0].strip()
+    example = "" if context is None else (context.command.help or "").partition("Examples:\n")[2].partition("\n")[0].strip()
     return f"for example, {example}" if example else "see --help"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from zerobubble.cost_model.models import Experts, Latent, Model, model_named
 from zerobubble.errors import InputError
+from zerobubble.whole_files import unusable
 
 USUAL_TOKENS = 4096
 """Tokens of a sequence, unless the model has fewer positions."""
@@ -53,7 +54,9 @@ def read_model(path: str) -> Model:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise unusable("read", file, error) from error
+    except ValueError as error:
         raise InputError("the configuration {path} cannot be read: {reason}", path=path, reason=str(error)) from error
     if not isinstance(fields, dict):
         raise InputError("{path} is not a configuration of Transformers", path=path, remedy="give a model's config.json")

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from zerobubble.arguments import instance, takes
-from zerobubble.errors import InputError, ParseError, ZeroBubbleError, parsed_json
+from zerobubble.errors import ParseError, ZeroBubbleError, parsed_json
 from zerobubble.planning.answer import Plan
-from zerobubble.whole_files import require_suffix, write_text
+from zerobubble.whole_files import require_suffix, unusable, write_text
 
 
 @takes(plan=Plan, file=instance(str, Path))
@@ -54,6 +54,6 @@ def load_plan(file: str | Path) -> Plan:
     try:
         return Plan.from_dict(parsed_json(Path(file).read_text(encoding="utf-8")))
     except OSError as error:
-        raise InputError("cannot read {file}: {reason}", file=str(file), reason=str(error.strerror)) from error
+        raise unusable("read", file, error) from error
     except (ZeroBubbleError, ValueError) as error:
         raise ParseError("cannot read a plan from {file}: {reason}", file=str(file), reason=str(error)) from error

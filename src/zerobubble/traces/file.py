@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from zerobubble.errors import MOST_WHOLE, InputError, ParseError
-from zerobubble.whole_files import read_whole
+from zerobubble.whole_files import read_whole, unusable
 
 MOST_BYTES = 1_000_000_000
 """The most bytes of an unpacked trace: reading one takes about ten times as much memory."""
@@ -98,7 +98,7 @@ def _text(file: str) -> str:
     except (gzip.BadGzipFile, zlib.error) as error:
         raise InputError("cannot unpack {file}: {reason}", file=str(file), reason=str(error)) from error
     except OSError as error:
-        raise InputError("cannot read {file}: {cause}", file=file, cause=error.strerror) from error
+        raise unusable("read", file, error) from error
     if data is None:
         unpacked = " once unpacked" if is_packed else ""
         message = "{file} has more than {limit:,} bytes{unpacked}"
@@ -147,7 +147,13 @@ def _collect(trace: RankTrace, events: list[Any], base: int) -> None:
     launches: dict[Any, int] = {}
     for number, raw in enumerate(events):
         if not isinstance(raw, dict):
-            raise ParseError("{file}: event {event} is {got}, not an object", file=trace.file, event=number, got=type(raw).__name__)
+            raise ParseError(
+                "{file}: event {event} is {got}, not an object",
+                file=trace.file,
+                event=number,
+                got=type(raw).__name__,
+                remedy="give a file that export_chrome_trace of torch.profiler wrote",
+            )
         if raw.get("ph") != "X":
             continue
         name, category = str(raw.get("name", "")), raw.get("cat")

@@ -16,7 +16,7 @@ from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Plan
 from zerobubble.schedules import known_schedules
 from zerobubble.timeline import Timeline
-from zerobubble.whole_files import read_whole
+from zerobubble.whole_files import read_whole, unusable
 
 Parsed = TypeVar("Parsed")
 
@@ -57,7 +57,8 @@ def parse_document(file: str, text: str, wanted: Wanted) -> Document:
         document = load_document(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
         if error.fields.get("argument") != "format":
-            raise InputError("cannot read {file}: {reason}", file=shown_name(file), reason=str(error)) from error
+            named = {"file": shown_name(file), "reason": str(error), "remedy": wanted.remedy}
+            raise InputError("cannot read {file}: {reason}; {remedy}", **named) from error
         named = {"file": shown_name(file), "expected": wanted.words, "reason": error.fields["fault"], "remedy": wanted.remedy}
         raise InputError("{file} is not {expected}: {reason}; {remedy}", **named) from error
     if isinstance(document, Schedule):
@@ -85,7 +86,7 @@ def costs_of(document: Document | None, file: str) -> Costs:
     if isinstance(document, Costs):
         return document
     got = "nothing" if document is None else describe_document(document)
-    raise InputError("{file} holds {got}, not costs of stages or a plan", file=shown_name(file), got=got)
+    raise InputError("{file} holds {got}, not costs of stages or a plan", file=shown_name(file), got=got, remedy=COSTS.remedy)
 
 
 def read_timeline(file: str) -> Timeline:
@@ -115,7 +116,7 @@ def read_text(file: str) -> str:
             data = read_whole(opened, MOST_BYTES)
         text = None if data is None else data.decode()
     except OSError as error:
-        raise InputError("cannot read {file}: {reason}", file=shown_name(file), reason=str(error.strerror)) from error
+        raise unusable("read", shown_name(file), error) from error
     except ValueError as error:
         raise InputError("cannot read {file}: it is not UTF-8 text", file=shown_name(file)) from error
     if text is None:

@@ -19,7 +19,7 @@ from zerobubble.errors import InputError, json_or_text
 from zerobubble.export.document import Document
 from zerobubble.planning.problem.workload import MOST_MICROBATCHES
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
-from zerobubble.whole_files import require_suffix, require_writable
+from zerobubble.whole_files import require_suffix, require_writable, unusable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Value = TypeVar("Value")
@@ -194,7 +194,7 @@ class Existing(click.ParamType):  # type: ignore[type-arg]  # generic in new ver
         try:
             os.stat(value)
         except OSError as error:
-            raise InputError("cannot read {file}: {reason}", file=value, reason=error.strerror) from error
+            raise unusable("read", value, error) from error
         return value
 
 

@@ -133,6 +133,7 @@ def read_question(command: str, work: WorkOptions, search: SearchOptions) -> Que
         "{costs_file} holds {got}, not costs of stages, the work of ranks or a plan",
         costs_file=work.costs_file,
         got=describe_document(document),
+        remedy=COSTS.remedy,
     )
 
 

@@ -114,7 +114,8 @@ def find_checkpoint(path: Path) -> Path:
         message = "there is no checkpoint at {path}, and {parent} cannot be read: {strerror}"
         raise InputError(message, path=str(path), parent=str(path.parent), strerror=error.strerror) from error
     what = "is a file, and a checkpoint is a folder" if path.exists() else "does not exist"
-    raise InputError("there is no checkpoint at {path}, which {what}", path=str(path), what=what)
+    remedy = "give the path that zb.save wrote"
+    raise InputError("there is no checkpoint at {path}, which {what}", path=str(path), what=what, remedy=remedy)
 
 
 def refuse_what_is_no_checkpoint(path: Path) -> None:

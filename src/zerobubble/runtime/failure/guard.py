@@ -218,7 +218,14 @@ class FailureGuard:
         """Reports the end to all ranks, and wakes this one if it waits for `rank`. Runs in the thread that watches processes."""
         # Report first: `disconnect` wakes this rank's own thread, which then looks for the report.
         if self.closed is None and self._watch.report_process_end(rank, self._status()):
+            self._write_end_of_other(rank)
             self._transport.disconnect(rank)
+
+    def _write_end_of_other(self, rank: int) -> None:
+        """Writes to torchrun that `rank` has ended, which cannot do so itself: torchrun may end this process before it raises anything."""
+        report = self._watch.received
+        if report is not None and report.rank == rank:
+            write_error_file(report.message, f"rank {self._transport.rank} stopped: {report.message}")
 
     def report_agent_end(self) -> None:
         """Reports to all ranks that this process ends with the agent that started it. Runs in the thread that watches the agent."""

@@ -128,7 +128,8 @@ class FailureWatch:
             return None
         found = process_end_report(ended, rank, status, memory_kills() - self._kills)
         stall = self._own_stall(found.message, self._group.timing.silence_s) if rank == self._group.store_host else None
-        return _publish(store, rank, stall or found)
+        self._listener.received = _publish(store, rank, stall or found)
+        return self._listener.received
 
     def detach(self) -> None:
         """Leaves everything to the parent: this is a forked child."""
