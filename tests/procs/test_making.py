@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,3 +355,16 @@ def test_no_rank_ever_holds_more_than_its_stages(world: Ranks, sizes: Any, large
     for peak, own in world.run(growth, sizes, 8, large, ranks=2, seconds=550):
         assert own > least
         assert peak <= 1.1 * own
+
+
+def test_warnings_of_the_function_are_shown_once_though_it_runs_often() -> None:
+    def make() -> nn.Module:
+        warnings.warn("from a library", FutureWarning, stacklevel=1)
+        return Parts()
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        factory = ModelFactory(make)
+        for name in ("a.weight", "b.weight"):
+            factory.make([name])
+    assert [str(warning.message) for warning in shown] == ["from a library"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 
 import zerobubble as zb
 
@@ -77,14 +77,15 @@ def from_last_stage(pipe: zb.Pipeline, found: Any, group: dist.ProcessGroup | No
     root = dist.get_process_group_ranks(group)[last]
     leaves, structure = tree_flatten(found)
     tensors = {place: leaf.contiguous() for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    shared: list[Any] = [structure, [leaf if place not in tensors else None for place, leaf in enumerate(leaves)]]
+    places = tree_unflatten(list(range(len(leaves))), structure)  # torch warns of pickled structures
+    shared: list[Any] = [places, [leaf if place not in tensors else None for place, leaf in enumerate(leaves)]]
     shared.append([(place, tensor.shape, tensor.dtype) for place, tensor in tensors.items()])
     dist.broadcast_object_list(shared, src=root, group=group, device=device)
-    structure, leaves, shapes = shared
+    places, leaves, shapes = shared
     for place, shape, dtype in shapes:
         leaves[place] = tensors[place] if pipe.rank == last else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(leaves[place], src=root, group=group)
-    return tree_unflatten(leaves, structure)
+    return tree_unflatten(leaves, tree_structure(places))
 
 
 def tensors_of_stages(pipe: zb.Pipeline) -> set[int]:

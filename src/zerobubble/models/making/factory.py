@@ -38,6 +38,7 @@ class ModelFactory:
         self._random_state = torch.random.get_rng_state()
         self._origins: dict[str, Origins] = {}
         self._needed: Origins | None = frozenset()
+        self._has_run = False
         self.drawn = "none"
         """A digest of the generator state after the parameters were drawn, which differs between seeds."""
         self.model = self.make(())
@@ -53,7 +54,8 @@ class ModelFactory:
         if needed is not None:
             needed = needed.union(*(self._origins[name] for name in keep))
         for run in range(_MOST_RUNS + 1):
-            found = _Run(self._function, self._random_state, None if run == _MOST_RUNS else needed, draws=bool(keep))
+            found = _Run(self._function, self._random_state, None if run == _MOST_RUNS else needed, bool(keep), warns=not self._has_run)
+            self._has_run = True
             if found.is_complete_with(keep):
                 if not keep:
                     _refuse_without_values(found.left_on_meta())
@@ -64,15 +66,18 @@ class ModelFactory:
 
 
 class _Run:
-    """A run of the function that computes values only for the `needed` origins, or for all if None."""
+    """A run of the function that computes values only for the `needed` origins, or for all if None.
 
-    def __init__(self, function: Callable[[], nn.Module], random_state: Tensor, needed: Origins | None, *, draws: bool) -> None:
+    The function runs often. Only a run that `warns` shows the warnings of the libraries that it calls.
+    """
+
+    def __init__(self, function: Callable[[], nn.Module], random_state: Tensor, needed: Origins | None, draws: bool, warns: bool) -> None:
         self.needed = needed
         self._model: nn.Module | None = None
         self._making = making = Making(needed, draws=draws)
         self.drawn = "none"
         with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* which is a no-op")  # copies of a checkpoint into meta parameters
+            warnings.filterwarnings("ignore", ".* which is a no-op" if warns else "")  # copies of a checkpoint into meta parameters
             torch.random.set_rng_state(random_state)
             try:
                 with reading(making), making_by(making):
