@@ -6,6 +6,7 @@ Both come from the tests, which say what they show by the markers `feature` and 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ FRAMEWORKS = {
     "procs/test_torch_runtime": "PyTorch's pipelining",
 }
 """The frameworks by the files of their tests, in the order of the columns."""
+COMMON = 3
+"""Frameworks in which a feature of the table works."""
 START, END = "<!-- written by docs/frameworks.py -->\n", "<!-- end -->\n"
 
 
@@ -34,20 +37,31 @@ def shown(file: Path, marker: str) -> Iterator[str]:
             yield from (ast.literal_eval(argument) for argument in node.args)
 
 
+def shown_in(name: str, marker: str) -> set[str]:
+    """The names that the tests of a framework give to a marker."""
+    return {feature for stem, framework in FRAMEWORKS.items() if framework == name for feature in shown(TESTS / f"{stem}.py", marker)}
+
+
 def table() -> str:
-    """A row for each feature and a column for each framework."""
-    files: dict[str, list[Path]] = {}
-    for stem, name in FRAMEWORKS.items():
-        files.setdefault(name, []).append(TESTS / f"{stem}.py")
-    works = {name: {feature for file in of_one for feature in shown(file, "feature")} for name, of_one in files.items()}
-    refused = {name: {feature for file in of_one for feature in shown(file, "refuses")} for name, of_one in files.items()}
-    features = sorted({feature for names in (*works.values(), *refused.values()) for feature in names}, key=str.lower)
-    features.sort(key=lambda feature: -sum(feature in works[name] for name in files))
-    lines = ["| | " + " | ".join(files) + " |", "|---|" + "---|" * len(files)]
-    for feature in features:
-        cells = ("works" if feature in works[name] else "refused" if feature in refused[name] else "" for name in files)
+    """The features of at least `COMMON` frameworks as a table, and below it all features of each framework, folded."""
+    names = list(dict.fromkeys(FRAMEWORKS.values()))
+    works, refused = ({name: shown_in(name, marker) for name in names} for marker in ("feature", "refuses"))
+    counts = Counter(feature for name in names for feature in works[name])
+    common = sorted((feature for feature, count in counts.items() if count >= COMMON), key=lambda one: (-counts[one], one.lower()))
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for feature in common:
+        cells = ("works" if feature in works[name] else "refused" if feature in refused[name] else "" for name in names)
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n" + "\n".join(_folded(name, works[name], refused[name]) for name in names)
+
+
+def _folded(name: str, works: set[str], refused: set[str]) -> str:
+    """All that is tested with a framework, which opens by its name."""
+    parts = [f"<details>\n<summary>{name}: {len(works)} tested to work, {len(refused)} refused</summary>\n"]
+    for title, features in (("Works", works), ("Refused", refused)):
+        if features:
+            parts.append(f"{title}:\n\n" + "".join(f"- {feature}\n" for feature in sorted(features, key=str.lower)))
+    return "\n".join([*parts, "</details>\n"])
 
 
 def page() -> str:

@@ -224,3 +224,57 @@ def test_a_step_without_gradients_around_it_is_refused(world: Ranks, context: st
     for text, goes_on in world.run(no_gradients_around, context, ranks=2):
         assert f"torch.{context}()" in text
         assert goes_on
+
+
+class Packed(nn.Module):
+    """A frozen linear layer in 4 bits, two values in a byte, under a trained adapter, as in QLoRA. The bits are a buffer or a parameter."""
+
+    def __init__(self, width: int, is_parameter: bool) -> None:
+        super().__init__()
+        weight = torch.randn(width, width, dtype=torch.float64) / width**0.5
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 7)
+        bits = ((weight / self.scale).round() + 8).to(torch.uint8)
+        packed = bits[:, ::2] * 16 + bits[:, 1::2]
+        if is_parameter:
+            self.packed: Tensor = nn.Parameter(packed, requires_grad=False)
+        else:
+            self.register_buffer("packed", packed)
+        self.down = nn.Parameter(torch.randn(2, width, dtype=torch.float64))
+        self.up = nn.Parameter(torch.full((width, 2), 0.01, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bits = torch.stack((self.packed // 16, self.packed % 16), -1).flatten(1)
+        return x @ ((bits - 8.0) * self.scale).T + x @ self.down.T @ self.up.T
+
+
+def with_packed_weights(group: Any, name: str, is_parameter: bool) -> tuple[float, float]:
+    """The loss of the third step, and that of one device."""
+    x = torch.rand(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(DEVICE)
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Sequential(Packed(8, is_parameter), nn.Tanh()) for _ in range(4))).to(DEVICE)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], lr=0.5)
+
+    whole = model()
+    steps = optimizer(whole.parameters())
+    with zb.Pipeline(zb.split(model(), example=x[:2]), name, 4, nn.functional.mse_loss, group=group) as pipe:
+        own = optimizer(pipe.parameters())
+        for _ in range(3):
+            loss = pipe.step(x, x.sin()).item()
+            own.step()
+            own.zero_grad()
+            expected = nn.functional.mse_loss(whole(x), x.sin())
+            expected.backward()
+            steps.step()
+            steps.zero_grad()
+        return loss, expected.item()
+
+
+@pytest.mark.parametrize("is_parameter", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_frozen_weights_in_4_bits_train_under_an_adapter(world: Ranks, name: str, is_parameter: bool) -> None:
+    for loss, expected in world.run(with_packed_weights, name, is_parameter, ranks=2):
+        assert loss == pytest.approx(expected, abs=1e-12)

@@ -63,8 +63,8 @@ BY_RANKS = {
 
 
 def table() -> list[str]:
-    """The lines of the table."""
-    features = list(dict.fromkeys([*BY_RANKS, *BY_MODEL, *BY_CHECKED_DEVICE]))
+    """The lines of the table: what passes on a GPU first, then what passes in part, then what has not run there."""
+    features = sorted(dict.fromkeys([*BY_RANKS, *BY_MODEL, *BY_CHECKED_DEVICE]), key=lambda feature: -share_on_gpu(BY_RANKS.get(feature)))
     lines = ["| feature | model of NCCL | checked device | ranks on CPUs | ranks on one GPU |", "|---|---|---|---|---|"]
     for feature in features:
         file = BY_RANKS.get(feature)
@@ -78,6 +78,12 @@ def runs() -> dict[str, dict[str, int]]:
     """The results on a GPU, by file."""
     rows = json.loads((ROOT / "benchmarks/gpu/tests.json").read_text())["files"]
     return {row["file"]: row for row in rows}
+
+
+def share_on_gpu(file: str | None) -> float:
+    """The share of the tests of a file that have passed on a GPU, of those that ran; negative without any."""
+    passed, _, ran = ("no" if file is None else on_gpu(file)).partition(" of ")
+    return int(passed) / int(ran) if ran else -1.0
 
 
 def on_gpu(file: str) -> str:

@@ -40,6 +40,25 @@ def test_the_index_names_every_page() -> None:
     assert named == {page for page in there if page != "index.md" and not page.startswith("reference/")}
 
 
+EXTRAS = {"transformers": "transformers", "trl": "trl", "lightning": "lightning", "torchtitan": "torchtitan"}
+EXTRAS |= {"deepspeed": "deepspeed", "megatron": "megatron"}
+COMMANDS_WITH_EXTRAS = {"zerobubble explore": "explore", "zerobubble watch": "explore"}
+
+
+@pytest.mark.parametrize("page", [page.name for page in sorted((ROOT / "docs").glob("*.md"))])
+def test_a_page_installs_the_packages_of_its_programs(page: str) -> None:
+    """What a program imports, or a command line needs, has its line of pip on the same page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```(python|diff|console)\n(.*?)```", text, re.DOTALL)
+    code = "\n".join(block for kind, block in blocks if kind != "console")
+    shell = "\n".join(block for kind, block in blocks if kind == "console")
+    named = set(re.findall(r"^[+ ]?\s*(?:from|import) (?:zerobubble\.integrations\.)?(\w+)", code, re.MULTILINE))
+    needed = {EXTRAS[name] for name in named & set(EXTRAS)}
+    needed |= {extra for command, extra in COMMANDS_WITH_EXTRAS.items() if f"$ {command}" in shell}
+    assert {extra for extra in needed if not re.search(rf"pip install .*\[[\w,]*{extra}[\w,]*\]", text)} == set()
+    assert "peft" not in named or re.search(r"pip install .*peft", text)
+
+
 def test_no_page_has_a_program_that_no_test_takes_from_it() -> None:
     tests = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py"))
     pages = [page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text(encoding="utf-8")]
