@@ -18,11 +18,12 @@ import pytest
 from hypothesis import given, settings
 
 from tests.pure.golden import TABLE_5, Profile
+from tests.pure.orders import every_schedule, played
 from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid, stage_counts
 from tests.refusals import Stated, raises, states
 from tests.thinned import every_and_all
-from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, Workload, make, simulate
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Workload, make, simulate
 from zerobubble.bounds import lower_bounds, microbatch_starts, shortage
 from zerobubble.bounds.chain import chain_needs, earliest_starts, passes_by_rank
 from zerobubble.bounds.memory import memory_energy, unused_memory, wait_at_most
@@ -163,7 +164,7 @@ def test_no_order_of_microbatches_of_unequal_cost_beats_a_bound(placement: Place
     found = [
         (peak_memory(schedule, costs), timeline.span, timeline.makespan)
         for schedule in every_schedule(placement, len(shares))
-        for timeline in _played(schedule, costs)
+        for timeline in played(schedule, costs)
     ]
     for limit in {peaks for peaks, _, _ in found}:
         best = [min(times) for times in zip(*(times for peaks, *times in found if all(map(int.__le__, peaks, limit))), strict=True)]
@@ -173,36 +174,6 @@ def test_no_order_of_microbatches_of_unequal_cost_beats_a_bound(placement: Place
         assert not shortage(placement, costs, Limits(limit))
         met += [bounds.span.time == best[0], bounds.makespan.time == best[1]]
     assert any(met)
-
-
-def every_schedule(placement: Placement, microbatches: int) -> Iterator[Schedule]:
-    """Every order of the passes F, B and W on every rank in which each microbatch has F before B and B before W of a stage."""
-    rows = []
-    for rank in range(placement.num_ranks):
-        chains = [
-            tuple(Op(kind, stage, j) for kind in (Kind.F, Kind.B, Kind.W))
-            for _, stage in placement.stages(rank)
-            for j in range(microbatches)
-        ]
-        rows.append(list(interleaved(chains)))
-    for chosen in product(*rows):
-        yield Schedule("any", placement, microbatches, chosen)
-
-
-def interleaved(chains: list[tuple[Op, ...]]) -> Iterator[tuple[Op, ...]]:
-    """All interleavings of the chains."""
-    if not any(chains):
-        yield ()
-    for place, chain in enumerate(chains):
-        if chain:
-            yield from ((chain[0], *rest) for rest in interleaved([*chains[:place], chain[1:], *chains[place + 1 :]]))
-
-
-def _played(schedule: Schedule, costs: Costs) -> list[Timeline]:
-    try:
-        return [simulate(schedule, costs)]
-    except ScheduleError:
-        return []
 
 
 ROWS = Path(__file__).with_name("reference_spans.txt").read_text().splitlines()[2:]

@@ -14,12 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zerobubble as zb
+from tests.pure.orders import every_schedule, played
 from tests.pure.problems import pass_time, problems, slow_ends
 from tests.refusals import states
-from zerobubble import Costs, Kind, Op, Schedule, Timeline, diff, make, simulate
+from zerobubble import Costs, Kind, Op, Placement, Schedule, Timeline, diff, make, simulate
+from zerobubble.bounds import lower_bounds
 from zerobubble.explain import Metric, attribute, critical_path
 from zerobubble.export import perfetto_json, timeline_svg
 from zerobubble.graph import play
+from zerobubble.planning import Status
 from zerobubble.reductions import measured_sums, planned_sums, play_sums, stage_sums
 from zerobubble.simulation import metrics, pass_times, peak_memory
 from zerobubble.timeline import Reduction
@@ -210,3 +214,48 @@ def test_measured_sums_are_played_as_they_were_measured(problem: tuple[Schedule,
     played = play_sums(planned_sums(graph, costs), end)
     measured = [[Reduction(one.stage, one.start + origin, one.end + origin) for one in row] for row in played]
     assert play_sums(measured_sums(graph, measured, end, origin), end) == played
+
+
+def without_routes(problem: tuple[Schedule, Costs]) -> bool:
+    return len(problem[0].placement.routes) == 1 and not problem[0].is_forward_only
+
+
+@given(summed_problems().filter(without_routes))
+def test_no_random_schedule_beats_a_bound_with_sums(problem: tuple[Schedule, Costs]) -> None:
+    schedule, costs = problem
+    bounds = lower_bounds(schedule.placement, schedule.num_microbatches, costs, None)
+    timeline = simulate(schedule, costs)
+    assert bounds.span.time <= min(timeline.span, zb.simulation.period(schedule, costs))
+    assert bounds.makespan.time <= timeline.makespan
+
+
+@pytest.mark.parametrize("buckets", [(0, 0), (3, 3), (0, 2)])
+@pytest.mark.parametrize("reduce", [(1, 1), (4, 2), (0, 9), (30, 40)])
+def test_no_order_at_all_beats_a_bound_with_sums(reduce: tuple[int, int], buckets: tuple[int, int]) -> None:
+    """Of all orders of six passes on each rank, with one or two stages. For long sums the bound is the optimum of the linear placement."""
+    for placement, microbatches in ((Placement.linear(2), 2), (Placement.vee(2), 1), (Placement.custom([0, 0]), 1)):
+        more = placement.num_stages // 2
+        columns = [values * more for values in ((3, 2), (4, 3), (2, 5), (1, 1), (1, 1))]
+        comm = (1,) * (placement.num_stages - 1)
+        costs = Costs(*columns[:3], comm, *columns[3:], reduce=reduce * more, buckets=buckets * more)
+        bounds = lower_bounds(placement, microbatches, costs, None)
+        timelines = [timeline for schedule in every_schedule(placement, microbatches) for timeline in played(schedule, costs)]
+        assert bounds.span.time <= min(timeline.span for timeline in timelines)
+        assert bounds.makespan.time <= min(timeline.makespan for timeline in timelines)
+        if min(reduce) >= 30 and placement.name == "linear" and buckets == (0, 0):
+            assert bounds.makespan.time == min(timeline.makespan for timeline in timelines)
+
+
+@pytest.mark.parametrize(("placement", "least"), [("linear", 220), ("vee", 170)])
+def test_the_bound_of_a_plan_counts_its_last_sums(placement: str, least: int) -> None:
+    """By hand: a rank has 120 ms of passes, and then sums its one stage in 100 ms or the later of its two in 50."""
+    found = zb.plan(zb.Workload.uniform(2, (10, 12, 8), comm=0.5, reduce=100), 4, placements=placement, evaluations=500)
+    assert found.bound.time == least * 1e6
+    assert (found.status is Status.OPTIMAL) == (placement == "linear")
+
+
+def test_windows_bound_the_passes_before_the_sums() -> None:
+    work = zb.Workload.uniform(3, (10, 12, 8), comm=0.5)
+    bare, summed = (zb.plan(each, 6, placements="linear", evaluations=500) for each in (work, replace(work, reduce=(7_000_000,) * 3)))
+    assert bare.bound.time > bare.problem.bound().time
+    assert summed.bound.time == bare.bound.time + 7_000_000

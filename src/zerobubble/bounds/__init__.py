@@ -10,6 +10,8 @@ These are claims about one rank each (`certificate`, `rank_load`, `memory`). Two
 follows from the passes before it on all ranks (`microbatch_starts`), and in small problems each rank is bounded as a single machine with
 release times and tails (`one_machine`).
 
+After its last pass, a rank sums the gradients of at least one stage over replicas, if that takes time (`sums`).
+
 With recomputation, time limits the R passes, and so the memory that they can save (`recompute`, `slack`).
 
 Microbatches with `Costs.shares` are not equal. Removing some of them from a schedule leaves a schedule of the others, which is
@@ -19,7 +21,8 @@ A BW is a B with its W immediately after. It never holds more than F saved, so n
 passes count without the time that they can hide, and W with no more than a BW takes beyond its B (`overlap`).
 """
 
-from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds, shortage
+from zerobubble.bounds.bound import Bound, Bounds
+from zerobubble.bounds.certificate import lower_bounds, shortage
 from zerobubble.bounds.divided_head import bounds_with_divided_head
 from zerobubble.bounds.recompute import bounds_with_recompute, shortage_with_recompute
 

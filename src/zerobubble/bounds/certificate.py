@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from zerobubble.arguments import WHOLE, optional, takes
+from zerobubble.bounds.bound import Bound, Bounds, strongest
 from zerobubble.bounds.chain import (
     ChainNeeds,
     RankPasses,
@@ -38,11 +39,11 @@ from zerobubble.bounds.reasons import (
     starts_reason,
     work_reason,
 )
+from zerobubble.bounds.sums import with_sums
 from zerobubble.costs import Costs, Limits
-from zerobubble.display import WIDEST, clipped
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement
-from zerobubble.units import counted, show_bytes, show_ms
+from zerobubble.units import counted, show_bytes
 
 WORK = (Kind.F, Kind.B, Kind.W)
 """The kinds of passes that every rank runs for each microbatch and stage."""
@@ -51,50 +52,17 @@ MOST_THRESHOLDS = 8
 """Thresholds on the share for which a bound is computed."""
 
 
-class Bound(NamedTuple):
-    """A lower bound: no schedule takes less than `time` ns. `reason` explains it with figures."""
-
-    time: int
-    reason: str
-
-    def __repr__(self) -> str:
-        return clipped(f"<Bound at least {show_ms(self.time)}: {self.reason}>", ">", WIDEST)
-
-    def __str__(self) -> str:
-        return f"at least {show_ms(self.time)}: {self.reason}"
-
-
-class Bounds(NamedTuple):
-    """Lower bounds on the longest span of a rank and on the makespan."""
-
-    span: Bound
-    makespan: Bound
-
-    def with_remark(self, remark: str) -> Bounds:
-        """The same bounds with a remark appended to each reason."""
-        return Bounds(*(bound._replace(reason=f"{bound.reason}, {remark}") for bound in self))
-
-    def __repr__(self) -> str:
-        return f"<Bounds span at least {show_ms(self.span.time)}, makespan at least {show_ms(self.makespan.time)}>"
-
-    def __str__(self) -> str:
-        return f"span {self.span}\nmakespan {self.makespan}"
-
-
-def strongest(known: Sequence[Bounds]) -> Bounds:
-    """The strongest of several valid bounds, for the span and for the makespan."""
-    return Bounds(*(max(each, key=lambda bound: bound.time) for each in zip(*known, strict=True)))
-
-
 @takes(placement=Placement, num_microbatches=WHOLE, costs=Costs, limits=optional(Limits))
 def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
     """Computes lower bounds on span and makespan; `limits=None` stands for unlimited memory.
 
     If overlapped passes hide time (`Costs.hidden`), or a BW takes less than B and W (`Costs.fused`), the bounds hold for schedules with
     such steps, too. If `shortage` finds that nothing fits, the bounds are computed for a limit that holds one microbatch. Microbatches with
-    shares may come in any order. Raises `InputError` for arguments that do not match, and for a placement of several routes.
+    shares may come in any order. The sums over replicas of `costs` count. Raises `InputError` for arguments that do not match, and for a
+    placement of several routes.
     """
-    return bounds_with_delay(placement, num_microbatches, costs, limits, 0)
+    passes = bounds_with_delay(placement, num_microbatches, costs, limits, 0)
+    return with_sums(passes, placement, num_microbatches, costs)
 
 
 def bounds_with_delay(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, delay: int) -> Bounds:

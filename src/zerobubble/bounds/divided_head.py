@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerobubble.arguments import takes
-from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_delay, check_parts, strongest
+from zerobubble.bounds.bound import Bound, Bounds, strongest
+from zerobubble.bounds.certificate import bounds_with_delay, check_parts
 from zerobubble.bounds.chain import first_starts
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
 from zerobubble.bounds.reasons import work_reason
 from zerobubble.bounds.recompute import bounds_with_recompute
+from zerobubble.bounds.sums import with_sums
 from zerobubble.costs import MAX_LIMIT, Costs, Level, Limits
 from zerobubble.ir import Kind, Placement
 
@@ -53,7 +55,7 @@ def bounds_with_divided_head(
     span = max([alone.span, *(_work(rank, work, 0) for rank, work in enumerate(works))])
     starts = first_starts(placement, costs.scaled(min(costs.shares)) if costs.shares else costs)
     begun = [_work(rank, *claim) for rank, claim in enumerate(zip(works, starts, strict=True))]
-    return Bounds(span, max([alone.makespan, span, *begun]))
+    return with_sums(Bounds(span, max([alone.makespan, span, *begun])), placement, num_microbatches, costs)
 
 
 def _total(costs: Costs, kind: Kind, stage: int, num_microbatches: int) -> int:

@@ -20,13 +20,15 @@ from math import ceil, gcd
 from typing import NamedTuple
 
 from zerobubble.arguments import takes
-from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_with_shares, check_parts, lower_bounds, shortage_text, strongest
+from zerobubble.bounds.bound import Bound, Bounds, strongest
+from zerobubble.bounds.certificate import WORK, bounds_with_delay, bounds_with_shares, check_parts, shortage_text
 from zerobubble.bounds.chain import earliest_starts, passes_by_rank, spans_of, whole_step
 from zerobubble.bounds.memory import unused_memory
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
 from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.bounds.reasons import first_backward_reason
 from zerobubble.bounds.slack import Slack, bounds_from_slack, knapsack, microbatch_groups
+from zerobubble.bounds.sums import with_sums
 from zerobubble.costs import Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
 from zerobubble.units import show_ms
@@ -63,8 +65,10 @@ def bounds_with_recompute(placement: Placement, num_microbatches: int, costs: Co
         by_level = zip(*(without_savings(placement, plain.with_recompute(level)) for level in levels), strict=True)
         shorter = zip(without_savings(placement, plain), by_level, strict=True)
         alone = [_bounds_by_level(placement, num_microbatches, each, limits, each_by_level) for each, each_by_level in shorter]
-        return strongest(alone).with_remark(remark_on_savings(costs))
-    return _bounds_by_level(placement, num_microbatches, plain, limits, [plain.with_recompute(level) for level in levels])
+        passes = strongest(alone).with_remark(remark_on_savings(costs))
+    else:
+        passes = _bounds_by_level(placement, num_microbatches, plain, limits, [plain.with_recompute(level) for level in levels])
+    return with_sums(passes, placement, num_microbatches, costs)
 
 
 def _bounds_by_level(placement: Placement, num_microbatches: int, plain: Costs, limits: Limits, by_level: Sequence[Costs]) -> Bounds:
@@ -93,7 +97,7 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
     kept = tuple(round(min(level.kept_in(stage) for level in levels) * held) for stage, held in enumerate(costs.held_after_f))
     pending = tuple(map(min, kept, costs.held_after_b))
     reduced = replace(costs, held_after_f=kept, held_after_b=pending)
-    span, makespan = lower_bounds(placement, num_microbatches, reduced, limits if fits else None)
+    span, makespan = bounds_with_delay(placement, num_microbatches, reduced, limits if fits else None, 0)
     for rank, begin, time in _work_and_memory(placement, num_microbatches, costs, limits if fits else None, levels):
         reason = partial(_reason, rank, time, _work_of(placement, costs, rank, num_microbatches))
         if time > span.time:
@@ -112,7 +116,8 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
         return known
     groups = microbatch_groups(costs, num_microbatches, levels)
     slack = Slack(placement, limits, groups)
-    return bounds_from_slack(slack, known, partial(lower_bounds, placement, num_microbatches, groups[0].costs), _unit(costs, levels), tries)
+    without = partial(bounds_with_delay, placement, num_microbatches, groups[0].costs, delay=0)
+    return bounds_from_slack(slack, known, without, _unit(costs, levels), tries)
 
 
 def _unit(costs: Costs, levels: Sequence[Level]) -> int:

@@ -20,7 +20,7 @@ from itertools import product
 from math import floor
 from typing import NamedTuple, TypeVar
 
-from zerobubble.bounds.certificate import Bound, Bounds
+from zerobubble.bounds.bound import Bound, Bounds
 from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, passes_by_rank, spans_of, whole_step
 from zerobubble.bounds.rank_load import MOST_SUMS, undominated
 from zerobubble.costs import MAX_LIMIT, Costs, Level, Limits

@@ -37,6 +37,7 @@ of T. T is found by doubling and bisection. Stopping early, after `MOST_ROUNDS` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ import numpy as np
 from zerobubble.bounds import Bound
 from zerobubble.bounds.overlap import saves_time
 from zerobubble.bounds.slack import MicrobatchGroup
+from zerobubble.bounds.sums import after_sums, sums_after_passes
 from zerobubble.planning.kernels.compiled import compiled
 from zerobubble.planning.kernels.tables import Ints
 from zerobubble.planning.kernels.window_passes import Pipeline, Table
@@ -84,7 +86,6 @@ def is_covered(problem: Problem) -> bool:
         and problem.host is None
         and problem.sharded is None
         and not saves_time(costs)
-        and not any((*costs.reduce, *costs.buckets))
         and not problem.shortage_reason
         and 2 * problem.work + 2 * problem.num_microbatches * sum(costs.comm) < MOST_TIME
         and largest * sum(costs.held_after_f) < MOST_TIME
@@ -93,6 +94,8 @@ def is_covered(problem: Problem) -> bool:
 
 def sharper_bound(problem: Problem, known: Bound) -> Bound:
     """Returns the bound by windows if it is above `known`, a proven bound on the objective of `problem`, else `known`."""
+    if any(problem.costs.reduce):
+        return _sharper_with_sums(problem, known)
     if not is_covered(problem) or not (pipeline := Pipeline(problem)).unit:
         return known
     unit = pipeline.unit
@@ -104,6 +107,13 @@ def sharper_bound(problem: Problem, known: Bound) -> Bound:
         return known
     shorter = f"in a schedule whose {problem.objective} is shorter, some pass has no time left to start"
     return Bound(least * unit, f"{shorter}, given messages, memory and the other passes of its rank ({show_ms(known.time)} without these)")
+
+
+def _sharper_with_sums(problem: Problem, known: Bound) -> Bound:
+    """The same with sums over replicas: windows bound the passes alone, and a rank sums after its last pass."""
+    passes = replace(problem, costs=replace(problem.costs, reduce=(), buckets=()), workload=None, cut=None)
+    bound = after_sums(sharper_bound(passes, passes.bound()), sums_after_passes(problem.placement, problem.costs))
+    return bound if bound.time > known.time else known
 
 
 def _least(table: Table, least: int, nodes: int) -> int:
