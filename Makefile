@@ -115,7 +115,6 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/cost_model/run.py
 	$(RUN)/python benchmarks/cost_model/ratios.py
 	$(RUN)/python benchmarks/planner/run.py --fresh
-	$(RUN)/python benchmarks/planner/noise.py
 	$(RUN)/python benchmarks/bounds/run.py
 	$(RUN)/python -m benchmarks.axes.run
 	$(RUN)/python benchmarks/unequal/run.py

@@ -21,12 +21,11 @@ from benchmarks.axes.judge import judged
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
 from zerobubble.planning import FewGathers, Head, Plan, Sharded
-from zerobubble.planning.noise.robust import with_robust_winner
 
 RESULTS = Path(__file__).with_name("results.json")
 PROBLEMS = 400
 MS = 1_000_000
-AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise")
+AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period")
 
 
 def asked(dice: Random) -> tuple[set[str], dict[str, Any]]:
@@ -109,8 +108,6 @@ def main(problems: int, first: int = 0) -> None:
         except zb.InputError:
             counts["nothing fits"] += 1
             continue
-        if "noise" in axes:
-            found, _ = with_robust_winner(found, 0.1, evaluations=130)
         counts["planned"] += 1
         counts["pairs"] += len(axes) * (len(axes) - 1) // 2
         wrong += [f"problem {number}, {sorted(axes)}: {text}" for text in disagreements(found)]

@@ -31,7 +31,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "fused": {"work": zb.Workload.uniform(2, (3, 3, 2), comm=1, fused=4)},
     "period": {"objective": "period"},
 }
-"""What asks `zb.plan` for each axis; noise and errors of times are asked of what is planned."""
+"""What asks `zb.plan` for each axis; errors of times are asked of what is planned."""
 WORK = zb.Workload.uniform(2, (3, 3, 2), comm=1)
 GIVEN = {"work": WORK, "num_microbatches": 2, "memory": Limits((48_000_000,) * 2), "placements": "linear"}
 PAIRS = list(combinations(ASKED, 2))
@@ -46,7 +46,7 @@ def plan(*axes: str) -> zb.planning.Plan:
 
 def test_the_table_is_in_the_order_of_the_axes() -> None:
     assert all(AXES.index(one) < AXES.index(other) for one, other in NOT_TOGETHER)
-    assert set(ASKED) == set(AXES) - {"noise", "what_if"}
+    assert set(ASKED) == set(AXES) - {"what_if"}
 
 
 @pytest.mark.parametrize(("one", "other"), every(2, PAIRS))

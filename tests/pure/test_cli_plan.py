@@ -463,21 +463,6 @@ def test_a_front_that_cannot_be_is_refused(options: tuple[str, ...], reason: str
     assert reason in refused("pareto", *options)
 
 
-@pytest.mark.long
-def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
-    file = str(tmp_path / "plan.json")
-    asked = ("plan", *SHAPE, "--memory", "5", "--placement", "vee", "--evaluations", "3000")
-    plain = json.loads(printed(*asked, "--json"))
-    steady = json.loads(printed(*asked, "--noise", "5", "--json", "-o", file))
-    noise = steady["noise"]
-    assert steady["span_ms"] <= plain["span_ms"]
-    assert 0 < noise["gain"] == pytest.approx(1 - (1 - noise["bubble_before"]) / (1 - noise["bubble_after"]))
-    assert load_schedule(steady["csv"]).rows == zb.io.load_plan(file).schedule.rows != load_schedule(plain["csv"]).rows
-    text = printed(*asked, "--noise", "5")
-    states(" ".join(text.split()), *(f"{noise[bubble]:.2%}".replace("%", " %") for bubble in ("bubble_before", "bubble_after")))
-    assert "made robust" in text.splitlines()[1]
-
-
 # Costs of the stages of one placement.
 
 UNEVEN = zb.Costs((3, 5, 4, 6), (6, 9, 8, 12), (3, 4, 4, 7), (1, 0, 1), (100, 200, 150, 120), (60, 100, 80, 50))

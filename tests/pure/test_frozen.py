@@ -19,7 +19,6 @@ from zerobubble import Costs, InputError, Limits, Placement
 from zerobubble.cli import main
 from zerobubble.partition import Layer, layers_to_dict
 from zerobubble.planning import Head, Plan, Sharded
-from zerobubble.planning.noise.robust import with_robust_winner
 
 MS = 1_000_000
 ENCODER = [Layer(3 * MS, 0, 0, 0, 0, 100, MS // 5) for _ in range(4)]
@@ -158,15 +157,3 @@ def test_training_has_backward_passes_even_if_they_take_no_time(what: str) -> No
     assert found.bound.time <= found.time
     read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
     assert (read.problem, read.time) == (found.problem, found.time)
-
-
-def test_noise_moves_forwards_alone_and_a_search_for_training_refuses_them() -> None:
-    found = zb.plan(zb.Workload.uniform(2, (10, 0, 0), comm=1), 3, placements="vee", evaluations=0)
-    robust, order = with_robust_winner(found, 0.1, evaluations=20)
-    assert robust.schedule.is_forward_only
-    assert robust.time is not None
-    assert found.time is not None
-    assert robust.time <= found.time
-    assert order.gain >= 0
-    with raises(InputError, "--noise"):
-        zb.planning.most_robust_order(found.problem, [found.schedule], evaluations=1)

@@ -24,7 +24,7 @@ from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
 from zerobubble.bounds import bounds_with_recompute, shortage_with_recompute
 from zerobubble.costs import FULL, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
-from zerobubble.planning import Problem, Workload, most_robust_order, plan
+from zerobubble.planning import Problem, Workload, plan
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget
 from zerobubble.planning.kernels import load_kernels
@@ -401,19 +401,6 @@ def test_recompute_levels_by_direction_are_all_for_few_stages_and_less_memory_fi
         assert kept == sorted(kept)
 
 
-def test_orders_that_stand_noise_are_searched_for_without_recomputation() -> None:
-    """That search would compute every forward of a stage again, right before its B, and take no noise for R: moves of passes do."""
-    found = plan(WORK, 6, 1.5, placements="vee", recompute="auto", evaluations=200)
-    assert count_again(found.schedule) > 0
-    plain = replace(found.problem, recomputation=None, workload=None)
-    for problem in (found.problem, plain):
-        with raises(InputError, "recomputation", "most_robust_order"):
-            most_robust_order(problem, [found.schedule], evaluations=100)
-    nothing = plan(WORK, 4, placements="vee", recompute="auto", evaluations=100)
-    assert count_again(nothing.schedule) == 0
-    assert most_robust_order(nothing.problem, [nothing.schedule], evaluations=100).gain >= 0
-
-
 def test_problems_have_the_costs_of_their_levels() -> None:
     problem = problem_at(Placement.linear(4), (FULL,) * 4, 2, 2.0)
     with raises(InputError, "costs", "levels", "with_recompute"):
@@ -473,14 +460,6 @@ def test_the_command_line_shows_levels_and_prints_the_schedule(tmp_path: Path) -
 def test_the_command_line_refuses_what_cannot_be() -> None:
     states(refused(*shlex.split(f"{ASK} --levels full:1:0.06")), "levels", "recompute")
     assert "name:time:bytes" in refused(*shlex.split(f"{ASK} --recompute auto --levels full"))
-
-
-@pytest.mark.long
-def test_what_is_planned_with_recomputation_is_planned_anew_for_noise(tmp_path: Path) -> None:
-    file = str(tmp_path / "plan.json")
-    run(*shlex.split(f"{ASK} --recompute auto -o"), file)
-    for again in ([], ["--recompute", "none"]):
-        assert "mean bubble" in run("plan", "--costs", file, "--evaluations", "50", "--noise", "5", *again).stdout
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from zerobubble.export.document import dumps, loads
 from zerobubble.fit import fit_costs
 from zerobubble.formulas import setting
 from zerobubble.lowering import plan_gathers
-from zerobubble.planning import Problem, most_robust_order, solve
+from zerobubble.planning import Problem, solve
 from zerobubble.simulation import metrics, peak_memory
 
 EQUAL = Costs.uniform(3, (20, 30, 10), 0.5, held=0.5)
@@ -144,8 +144,6 @@ def test_what_does_not_know_shares_refuses_them() -> None:
     problem = Problem(schedule.placement, 4, UNEQUAL, Limits((10**9,) * 3))
     with raises(InputError, "microbatches", "equal"):
         solve(problem, seconds=0)
-    with raises(InputError, "microbatches", "most_robust_order"):
-        most_robust_order(problem, [schedule])
     with raises(InputError, "closed", "microbatches"):
         setting(schedule, UNEQUAL)
     with raises(InputError, "shares", "microbatch"):

@@ -60,8 +60,6 @@ from zerobubble.partition import Layer, cut_layers, join_blocks
 from zerobubble.planning import Objective, Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.layer_plan import CutSavings, equal_limits
-from zerobubble.planning.noise.robust import robust_order_dict, robust_order_text, with_robust_winner
-from zerobubble.planning.noise.sensitivity import what_if, what_if_text
 from zerobubble.planning.offload_plan import OffloadSavings
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.axes import refuse_pairs
@@ -69,6 +67,7 @@ from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, show_levels
 from zerobubble.planning.problem.workload import limits_for
+from zerobubble.planning.sensitivity import what_if, what_if_text
 from zerobubble.units import show_bytes, show_percent, show_range
 from zerobubble.whole_files import write_text
 
@@ -116,13 +115,6 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
     baseline: str | None = option("--baseline", section=SEARCH, metavar="NAME", help="Planner of a paper, instead of ours.")
     what_if: float | None = option(
         "--what-if", section=SEARCH, type=_PERCENT, metavar="PERCENT", help="Report the winner's time if times are off by this."
-    )
-    noise: float | None = option(
-        "--noise",
-        section=SEARCH,
-        type=_PERCENT,
-        metavar="PERCENT",
-        help="Search a second time, for an order of equal time that suffers least if each pass varies by this.",
     )
     within: float = option(
         "--within",
@@ -302,7 +294,6 @@ _FLAGS = {
     "host": "--offload",
     "fused": "--fused",
     "period": "--objective period",
-    "noise": "--noise",
     "what_if": "--what-if",
 }
 """The option of each axis of a problem."""
@@ -327,7 +318,6 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
         "shares": bool(options.shares),
         "recompute": options.recompute in ("full", "auto") or options.levels is not None,
         "period": search.objective == Objective.PERIOD,
-        "noise": options.noise is not None,
         "what_if": options.what_if is not None,
     }
     given |= {axis: bool(given_flags({"host": "offload"}.get(axis, axis))) for axis in ("layers", "head", "host", "fused")}
@@ -438,13 +428,7 @@ def _microbatches_in_bytes(options: PlanOptions, limits: Limits | None) -> tuple
 
 
 def _with_remarks(answer: Answer, search: SearchOptions, options: PlanOptions) -> Answer:
-    """Makes the winner robust to noise, and adds its time if times are off, if asked for."""
-    if options.noise is not None:
-        share = options.noise / 100
-        found, robust = with_robust_winner(answer.plan, share, seconds=search.budget, seed=search.seed, evaluations=search.evaluations)
-        problem = found.problem
-        answer = replace(answer, plan=found)
-        answer = answer.with_remark({"noise": robust_order_dict(problem, robust)}, robust_order_text(problem, robust, share))
+    """Adds the winner's time if times are off, if asked for."""
     if options.what_if is not None:
         moved = what_if(answer.plan, options.what_if / 100, seed=search.seed)
         without = "" if answer.plan.problem.sharded is None else "\nWithout gathers of weights."

@@ -9,12 +9,11 @@ from __future__ import annotations
 from zerobubble.planning.answer import Choice, Plan, Status
 from zerobubble.planning.competition import solve
 from zerobubble.planning.front import plan
-from zerobubble.planning.noise.robust import most_robust_order
-from zerobubble.planning.noise.sensitivity import Sensitivity, sensitivity
 from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
+from zerobubble.planning.sensitivity import Sensitivity, sensitivity
 from zerobubble.planning.shards.few_gathers import FewGathers
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 from zerobubble.planning.unequal.order import order_microbatches
@@ -31,7 +30,6 @@ __all__ = [
     "Sharded",
     "Status",
     "Workload",
-    "most_robust_order",
     "order_microbatches",
     "plan",
     "sensitivity",

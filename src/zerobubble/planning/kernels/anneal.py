@@ -1,7 +1,6 @@
 """Annealing of orders: moves passes along their rows, and sometimes accepts longer schedules.
 
-Every move is played exactly, but only from the first time that it can affect, and only until it is known to be rejected. Times are measured
-times, or many noisy samples whose mean is the cost: see `samples`.
+Every move is played exactly, but only from the first time that it can affect, and only until it is known to be rejected.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, initial_play_state, makespan_of, play_rows, update_held
-from zerobubble.planning.kernels.samples import Times, aim, copy_times, draw_sample, duration_of, in_sample, time_of_rank
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 MAX_SHIFT = 24
@@ -37,8 +35,8 @@ def seed_random(seed: int) -> None:
 class MoveScratch(NamedTuple):
     """Scratch space of moves: the times of the rows before the move, the position from which each rank is replayed, and a critical path."""
 
-    end: Times
-    idle: Times
+    end: Ints
+    idle: Ints
     resume: Ints
     path: Ints
     play: PlayState
@@ -51,7 +49,7 @@ class MoveScratch(NamedTuple):
 def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
     """Returns scratch space to move passes of `rows`, which have been played."""
     resume, path = np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code)
-    play, makespan, played = initial_play_state(tables, rows), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    play, makespan, played = initial_play_state(tables), np.zeros(1, np.int64), np.zeros(1, np.int64)
     return MoveScratch(rows.end.copy(), rows.idle.copy(), resume, path, play, makespan, played)
 
 
@@ -66,16 +64,15 @@ def anneal(
     target: Any,
     cost: float,
     share: float,
-    most: float,
     hot: float,
     cold: float,
     moves: int,
 ) -> tuple[Any, float, int]:
     """Tries `moves` moves on `rows` while the temperature (ns) falls from `hot` to `cold`. `cost` is the current cost of `rows`.
 
-    `scratch` holds the times of `rows`. `goal` is the objective of the order `best` in ns: the time of its longest rank, or its cost if
-    there are samples. Better orders replace both. The search ends when `goal` reaches `target`. Returns the goal, the cost of `rows`, and
-    the number of moves tried. `play_rows` describes the cost, its `share`, and `most`.
+    `scratch` holds the times of `rows`. `goal` is the time of the longest rank of the order `best` in ns. Better orders replace both. The
+    search ends when `goal` reaches `target`. Returns the goal, the cost of `rows`, and the number of moves tried. `play_rows` describes the
+    cost and its `share`.
     """
     path_length = 0
     for tried in range(moves):
@@ -95,7 +92,7 @@ def anneal(
         accepted = update_held(tables, rows, rank, low, high)
         if accepted:
             cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
-            longest, new_cost = play_from(tables, rows, scratch, rank, low, share, most, cutoff)
+            longest, new_cost = play_from(tables, rows, scratch, rank, low, share, cutoff)
             scratch.played[0] += 1
             accepted = longest >= 0
         if not accepted:
@@ -105,9 +102,8 @@ def anneal(
             update_held(tables, rows, rank, low, high)
             continue
         path_length, cost = 0, new_cost
-        reached = aim(rows.end, longest, cost)
-        if reached < goal or (reached == goal and makespan_of(tables, rows.end) < scratch.makespan[0]):
-            goal = reached
+        if longest < goal or (longest == goal and makespan_of(tables, rows.end) < scratch.makespan[0]):
+            goal = longest
             if scratch.makespan[0] > 0:
                 scratch.makespan[0] = makespan_of(tables, rows.end)
             copy_into(best, rows.code)
@@ -117,25 +113,31 @@ def anneal(
 
 
 @inlined
-def play_from(
-    tables: Tables, rows: Rows, scratch: MoveScratch, rank: int, low: int, share: float, most: float, cutoff: float
-) -> tuple[Any, float]:
+def play_from(tables: Tables, rows: Rows, scratch: MoveScratch, rank: int, low: int, share: float, cutoff: float) -> tuple[int, float]:
     """Replays the rows from position `low` of `rank`, and on other ranks from the time at which the pass before it ends.
 
     Returns the result of `play_rows`. Afterwards `rows` and `scratch` agree: on the new times, or on the old ones if the play is rejected.
     """
     resume, head = scratch.resume, scratch.play.head
-    free = in_sample(rows.end, low - 1, 0) if low > tables.ranks[rank].first else 0
+    free = rows.end[low - 1] if low > tables.ranks[rank].first else 0
     for r in range(len(tables.ranks)):
         resume[r] = low if r == rank else first_start_from(tables, rows, r, free)
         head[r] = resume[r]
-    longest, cost = play_rows(tables, rows, scratch.play, share, most, cutoff)
+    longest, cost = play_rows(tables, rows, scratch.play, share, cutoff)
     for r in range(len(tables.ranks)):
         if longest >= 0:
             copy_times(scratch.end, scratch.idle, rows.end, rows.idle, resume[r], head[r])
         else:
             copy_times(rows.end, rows.idle, scratch.end, scratch.idle, resume[r], head[r])
     return longest, cost
+
+
+@inlined
+def copy_times(into_end: Ints, into_idle: Ints, end: Ints, idle: Ints, start: int, stop: int) -> None:
+    """Copies both times of the positions from `start` to `stop` in one loop, because most ranges are too short for two."""
+    for at in range(start, stop):
+        into_end[at] = end[at]
+        into_idle[at] = idle[at]
 
 
 @inlined
@@ -178,15 +180,12 @@ def swap(tables: Tables, rows: Rows, one: int, other: int) -> None:
 
 @inlined
 def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
-    """Returns the first position of `rank` whose pass starts at `time` or later, by the measured times.
-
-    No earlier pass waits for a pass that starts at that time, in any sample.
-    """
+    """Returns the first position of `rank` whose pass starts at `time` or later. No earlier pass waits for one that starts then."""
     low, high = tables.ranks[rank].first, tables.ranks[rank].stop
     while low < high:
         middle = (low + high) // 2
         one = rows.code[middle] * tables.microbatches + rows.microbatch[middle]
-        if in_sample(rows.end, middle, 0) - rows.time[one] < time:
+        if rows.end[middle] - rows.time[one] < time:
             low = middle + 1
         else:
             high = middle
@@ -211,13 +210,10 @@ def draw_move(tables: Tables, rows: Rows, path: Ints, path_length: int) -> tuple
 
 @inlined
 def draw_move_into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
-    """Returns a pass to pull into the first gap after a random position, and the position of the gap. With samples, it is a gap of one of
-    them.
-    """
-    sample = draw_sample(rows.idle)
+    """Returns a pass to pull into the first gap after a random position, and the position of the gap."""
     gap = np.random.randint(len(rows.code))
     last = tables.ranks[tables.codes[rows.code[gap]].rank].stop - 1
-    while gap < last and (gap == 0 or in_sample(rows.idle, gap, sample) == in_sample(rows.idle, gap - 1, sample)):
+    while gap < last and (gap == 0 or rows.idle[gap] == rows.idle[gap - 1]):
         gap += 1
     wish = rows.code[min(gap + 1 + np.random.randint(MAX_SHIFT), last)]
     start = gap
@@ -227,11 +223,11 @@ def draw_move_into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
 
 
 @inlined
-def last_of_longest(tables: Tables, rows: Rows, sample: int) -> int:
-    """Returns the position of the last pass of the longest rank in a sample."""
-    worst, longest = 0, -1.0
+def last_of_longest(tables: Tables, rows: Rows) -> int:
+    """Returns the position of the last pass of the longest rank."""
+    worst, longest = 0, -1
     for r in range(len(tables.ranks)):
-        length = time_of_rank(tables, rows.idle, rows.sampled, r, sample)
+        length = tables.ranks[r].work + rows.idle[tables.ranks[r].stop - 1]
         if length > longest:
             worst, longest = r, length
     return tables.ranks[worst].stop - 1
@@ -241,23 +237,21 @@ def last_of_longest(tables: Tables, rows: Rows, sample: int) -> int:
 def critical_path(tables: Tables, rows: Rows, path: Ints) -> int:
     """Fills `path` with the positions of the critical path of the longest rank, last first. Returns their number.
 
-    With samples, it is the critical path of one of them. If both the pass before in the row and a message delay a pass, either may be on
-    the path.
+    If both the pass before in the row and a message delay a pass, either may be on the path.
     """
-    sample = draw_sample(rows.end)
-    at, length = last_of_longest(tables, rows, sample), 0
+    at, length = last_of_longest(tables, rows), 0
     while True:
         path[length] = at
         length += 1
         code = rows.code[at]
         rank, need = tables.codes[code].rank, tables.codes[code].maker
         one = code * tables.microbatches + rows.microbatch[at]
-        start = in_sample(rows.end, at, sample) - duration_of(rows.time, rows.end, rows.sampled, one, sample)
+        start = rows.end[at] - rows.time[one]
         ahead = tables.ahead[one]
-        in_row = at > tables.ranks[rank].first and in_sample(rows.end, at - 1, sample) + ahead == start
+        in_row = at > tables.ranks[rank].first and rows.end[at - 1] + ahead == start
         if need >= 0:
             source = rows.where[need * tables.microbatches + rows.microbatch[at]]
-            by_message = in_sample(rows.end, source, sample) + tables.codes[code].lag == start
+            by_message = rows.end[source] + tables.codes[code].lag == start
             if by_message and not (in_row and np.random.random() < 0.5):
                 at = source
                 continue

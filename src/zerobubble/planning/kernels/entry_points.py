@@ -5,7 +5,6 @@ from zerobubble.planning.kernels.joint_search import JointOrder, first_orders, i
 from zerobubble.planning.kernels.play import all_ranks_fit, longest_time, rows_of
 from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
 from zerobubble.planning.kernels.recompute_anneal import anneal_recompute
-from zerobubble.planning.kernels.robust_anneal import most_robust
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
 from zerobubble.planning.kernels.size_aware import search_assignments
 from zerobubble.planning.kernels.step_moves import anneal_in_steps, play_in_steps
@@ -23,7 +22,6 @@ __all__ = [
     "first_orders",
     "improve_jointly",
     "longest_time",
-    "most_robust",
     "order_of",
     "play_in_steps",
     "rows_of",

@@ -42,7 +42,7 @@ def first_orders(tables: Tables, order: Ints, several: Sequence[Sequence[int]]) 
     for assignment in several:
         arranged = with_assignment(tables, assignment)
         rows = rows_of(arranged, order)
-        longest, _ = replay(arranged, rows, initial_play_state(arranged, rows), 0.0, np.inf)
+        longest, _ = replay(arranged, rows, initial_play_state(arranged), 0.0, np.inf)
         if longest >= 0:
             found.append(JointOrder(order, np.array(assignment, np.int64), int(longest)))
     return found
@@ -59,7 +59,7 @@ def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: Budget
             break
         arranged, assignment = with_assignment(tables, best.assignment.tolist()), best.assignment.copy()
         rows = rows_of(arranged, best.order)
-        state = initial_play_state(arranged, rows)
+        state = initial_play_state(arranged)
         _, cost = replay(arranged, rows, state, share, np.inf)
         while (part := budget.spent * ROUNDS - turn) < 1 and best.time > bound:
             temperature = mean * HOT * (COLD / HOT) ** part
@@ -74,9 +74,7 @@ def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: Budget
             if moves_passes:
                 code, moves = best.order.copy(), max(8, MOVED_PASSES // tables.size)
                 scratch = move_scratch(arranged, rows)
-                goal, cost, used = anneal(
-                    arranged, rows, scratch, code, best.time, bound, cost, share, np.inf, temperature, temperature, moves
-                )
+                goal, cost, used = anneal(arranged, rows, scratch, code, best.time, bound, cost, share, temperature, temperature, moves)
                 best = JointOrder(code, assignment.copy(), int(goal)) if goal < best.time else best
                 budget.used += used
     return best

@@ -1,7 +1,4 @@
-"""The compiled simulator: each pass runs as soon as its rank is free and its message has arrived. It can resume a partial play.
-
-It plays the measured times, or many samples of noisy ones at once: see `samples`.
-"""
+"""The compiled simulator: each pass runs as soon as its rank is free and its message has arrived. It can resume a partial play."""
 
 from __future__ import annotations
 
@@ -11,27 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.samples import (
-    SampledTimes,
-    Times,
-    begin_visit,
-    end_visit,
-    exceeds,
-    is_refused,
-    known_times,
-    new_clocks,
-    outcome,
-    run_ahead,
-    run_pass,
-    wait_for,
-)
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 
 class Rows(NamedTuple):
-    """The rows of a schedule and their times, by position in the concatenation of all rows. With samples, `end` and `idle` have a second
-    axis for them.
-    """
+    """The rows of a schedule and their times, by position in the concatenation of all rows."""
 
     code: Ints
     microbatch: Ints
@@ -41,12 +22,10 @@ class Rows(NamedTuple):
     """The ns of code c for microbatch j, at the same index. A B joined with its W takes the time of both, and that W takes none."""
     held: Ints
     """Bytes that the rank holds after the pass if no B and W are joined."""
-    end: Times
+    end: Ints
     """When the pass ends, in ns."""
-    idle: Times
+    idle: Ints
     """The idle time of the rank before the pass, in ns."""
-    sampled: Any
-    """The noisy times, `SampledTimes`; an empty tuple if the times are those of the tables."""
 
 
 class PlayState(NamedTuple):
@@ -58,27 +37,19 @@ class PlayState(NamedTuple):
     """The position of the pass whose message the next one waits for, or -1."""
     stack: Ints
     """Scratch space for the ranks that can continue."""
-    clocks: Any
-    """Scratch space for the `Clocks` of noisy samples; an empty tuple if the times are those of the tables."""
 
 
-def initial_play_state(tables: Tables, rows: Rows) -> PlayState:
-    """Returns the initial state of a play of `rows`."""
+def initial_play_state(tables: Tables) -> PlayState:
+    """Returns the initial state of a play."""
     first = tables.ranks["first"].copy()
-    clocks = new_clocks(len(first), rows.end.shape[1]) if rows.end.ndim == 2 else ()
-    return PlayState(first, np.zeros_like(first), np.zeros_like(first), clocks)
+    return PlayState(first, np.zeros_like(first), np.zeros_like(first))
 
 
-def rows_of(tables: Tables, order: Ints, sampled: SampledTimes | None = None) -> Rows:
-    """Returns the rows of `order`, not played yet, with the times of the tables or sampled ones."""
-    size = len(order)
-    microbatch, where, held = (np.zeros(size, np.int64) for _ in range(3))
+def rows_of(tables: Tables, order: Ints) -> Rows:
+    """Returns the rows of `order`, not played yet."""
+    microbatch, where, held, end, idle = (np.zeros(len(order), np.int64) for _ in range(5))
     time = tables.time.copy() if tables.joins else tables.time
-    if sampled is None:
-        rows = Rows(order.copy(), microbatch, where, time, held, np.zeros(size, np.int64), np.zeros(size, np.int64), ())
-    else:
-        end, idle = np.zeros_like(sampled.duration), np.zeros_like(sampled.duration)
-        rows = Rows(order.copy(), microbatch, where, time, held, end, idle, sampled)
+    rows = Rows(order.copy(), microbatch, where, time, held, end, idle)
     number_microbatches(tables, rows, np.zeros(len(tables.codes), np.int64))
     return rows
 
@@ -142,33 +113,38 @@ def all_ranks_fit(tables: Tables, rows: Rows) -> bool:
     return within
 
 
-# One loop for both kinds of times. It is long because the clocks of the measured case must stay in registers: taken apart, the state
-# would go through memory at every pass.
+# One long loop, because its clocks must stay in registers: taken apart, the state would go through memory at every pass.
 @compiled
-def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: float, cutoff: float) -> tuple[Any, float]:
+def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, cutoff: float) -> tuple[int, float]:
     """Plays every row from the head of its rank and advances the heads. Earlier passes must have been played.
 
     Returns the time of the longest rank (span, or makespan if `from_start`) in ns and the cost: that time plus `share` times the sum over
-    ranks. With samples, the time is computed with the measured times, and the cost is the mean over the noisy samples. Returns (-1, inf) if
-    the rows deadlock, or as soon as the cost is sure to exceed `cutoff` or, with samples, the measured time `most`.
+    ranks. Returns (-1, inf) if the rows deadlock, or as soon as the cost is sure to exceed `cutoff`.
     """
     ranks, m = len(tables.ranks), tables.microbatches
     head, blocked, stack = state.head, state.blocked, state.stack
+    longest, total = 0, 0  # both grow with every wait, so they are lower bounds on the complete play
     for r in range(ranks):
         blocked[r] = -1
         stack[ranks - 1 - r] = r
-    longest, total = known_times(tables, head, rows.idle, rows.sampled, state.clocks, share)
+        known = tables.ranks[r].work
+        if head[r] > tables.ranks[r].first:
+            known += rows.idle[head[r] - 1]
+        total += known
+        longest = max(longest, known)
     depth = ranks
     while depth > 0:
         depth -= 1
         r = stack[depth]
         i = head[r]
         first, last = tables.ranks[r].first, tables.ranks[r].stop
-        free, idle = begin_visit(rows.end, rows.idle, i, first, state.clocks)
+        free, idle = 0, 0
+        if i > first:
+            free, idle = rows.end[i - 1], rows.idle[i - 1]
         while i < last:
             code = rows.code[i]
             one = code * m + rows.microbatch[i]
-            free = run_ahead(rows.end, free, tables.ahead[one])
+            free += tables.ahead[one]
             need = tables.codes[code].maker
             if need >= 0:
                 at = rows.where[need * m + rows.microbatch[i]]
@@ -176,13 +152,18 @@ def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: 
                 if at >= head[tables.codes[need].rank]:
                     blocked[r] = at
                     break
-                counts = i > first or tables.from_start
-                waited, free, idle, longest, total = wait_for(
-                    rows.end, at, tables.codes[code].lag, counts, free, idle, tables.ranks[r].work, longest, total
-                )
-                if waited and exceeds(rows.end, longest, total, share, cutoff):
-                    return -1, np.inf
-            free = run_pass(rows.end, rows.idle, rows.sampled, i, one, rows.time[one], free, idle)
+                gap = rows.end[at] + tables.codes[code].lag - free
+                if gap > 0:
+                    free += gap
+                    if i > first or tables.from_start:
+                        idle += gap
+                        total += gap
+                        longest = max(longest, tables.ranks[r].work + idle)
+                        if longest + share * total > cutoff:
+                            return -1, np.inf
+            free += rows.time[one]
+            rows.end[i] = free
+            rows.idle[i] = idle
             if tables.codes[code].user >= 0:
                 reader = tables.codes[tables.codes[code].user].rank
                 if blocked[reader] == i:
@@ -191,35 +172,31 @@ def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: 
                     depth += 1
             i += 1
         head[r] = i
-        total = end_visit(rows.end, rows.sampled, r, state.clocks, share, total)
-        if is_refused(rows.end, longest, total, most, cutoff):
-            return -1, np.inf
     for r in range(ranks):
         if head[r] < tables.ranks[r].stop:
             return -1, np.inf
-    return outcome(rows.end, longest, total, share)
+    return longest, longest + share * total
 
 
 @inlined
-def makespan_of(tables: Tables, end: Times) -> int:
-    """Returns the end of the last rank (ns) from the ends of passes; 0 with samples, which do not use it."""
+def makespan_of(tables: Tables, end: Ints) -> int:
+    """Returns the end of the last rank (ns) from the ends of passes."""
     last = 0
-    if end.ndim == 1:
-        for r in range(len(tables.ranks)):
-            last = max(last, end[tables.ranks[r].stop - 1])
+    for r in range(len(tables.ranks)):
+        last = max(last, end[tables.ranks[r].stop - 1])
     return last
 
 
 def longest_time(tables: Tables, rows: Rows) -> int:
     """Returns the time of the longest rank in ns, -1 if the rows deadlock."""
-    return int(play_rows(tables, rows, initial_play_state(tables, rows), 0.0, np.inf, np.inf)[0])
+    return int(play_rows(tables, rows, initial_play_state(tables), 0.0, np.inf)[0])
 
 
 @compiled
-def replay(tables: Tables, rows: Rows, state: PlayState, share: float, cutoff: float) -> tuple[Any, float]:
+def replay(tables: Tables, rows: Rows, state: PlayState, share: float, cutoff: float) -> tuple[int, float]:
     """Plays all rows from their beginning. Returns the result of `play_rows`, or (-1, inf) if a rank exceeds its limit."""
     if not all_ranks_fit(tables, rows):
         return -1, np.inf
     for r in range(len(tables.ranks)):
         state.head[r] = tables.ranks[r].first
-    return play_rows(tables, rows, state, share, np.inf, cutoff)
+    return play_rows(tables, rows, state, share, cutoff)

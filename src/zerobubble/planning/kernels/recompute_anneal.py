@@ -246,7 +246,7 @@ def change_and_move(
         copy_into(scratch.end, rows.end)
         copy_into(scratch.idle, rows.idle)
         before = goal
-        goal, cost, tried = anneal(tables, rows, scratch, best.order, goal, target, cost, share, np.inf, temperature, temperature, MOVES)
+        goal, cost, tried = anneal(tables, rows, scratch, best.order, goal, target, cost, share, temperature, temperature, MOVES)
         used += tried
         if goal < before:
             copy_into(best.absent, tables.absent)

@@ -107,7 +107,7 @@ class SearchState:
         rows = rows_of(self.tables, order)
         if not all_ranks_fit(self.tables, rows):
             return None
-        longest, _ = play_rows(self.tables, rows, initial_play_state(self.tables, rows), 0.0, np.inf, np.inf)
+        longest, _ = play_rows(self.tables, rows, initial_play_state(self.tables), 0.0, np.inf)
         return rows if longest >= 0 else None
 
     def _times_of_ranks(self, rows: Rows) -> Ints:
@@ -170,7 +170,7 @@ class SearchState:
             chunk = max(1, min(moves - tried, ANNEALED_PASSES // len(order), self.budget.left))
             next_over = max((tried + chunk) / moves, over)
             warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
-            goal, cost, used = anneal(self.tables, rows, scratch, best, goal, self.bound, cost, share_of_sum, np.inf, warm, cool, chunk)
+            goal, cost, used = anneal(self.tables, rows, scratch, best, goal, self.bound, cost, share_of_sum, warm, cool, chunk)
             self.budget.used += used
             tried += chunk
             over = max(next_over, (self.budget.spent - start) / share)
@@ -191,7 +191,7 @@ class SearchState:
             chunk = min(max(REFUSED_PER_PLAY, (plays - used) // 16), plays - used)  # small steps of temperature
             warmth = mean * hot * 0.1 ** (used / plays)
             arguments = (self.tables, rows, scratch, best)
-            goal, cost, moves = anneal(*arguments, goal, self.bound, cost, share_of_sum, np.inf, warmth, warmth, chunk)
+            goal, cost, moves = anneal(*arguments, goal, self.bound, cost, share_of_sum, warmth, warmth, chunk)
             now = int(scratch.played[0])
             counted = max(now - played, -(-moves // REFUSED_PER_PLAY))
             self.budget.used += counted

@@ -9,7 +9,7 @@ from zerobubble.errors import InputError
 
 _EVEN = "a divided head has equal parts on all ranks; give a head as the last layer to plan it with speeds"
 
-AXES = ("layers", "speeds", "links", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise", "what_if")
+AXES = ("layers", "speeds", "links", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "what_if")
 """Axes that a plan may include in addition to costs, placements and memory. `period` is the objective of that name, if requested."""
 
 NOT_TOGETHER = {("speeds", "head"): _EVEN}

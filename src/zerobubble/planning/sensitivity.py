@@ -16,7 +16,7 @@ from zerobubble.ir import Schedule
 from zerobubble.kinds import KINDS
 from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.planning.answer import Plan
-from zerobubble.planning.noise.plan_player import PlanPlayer
+from zerobubble.planning.plan_player import PlanPlayer
 from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.table import aligned
