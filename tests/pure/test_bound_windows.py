@@ -128,8 +128,6 @@ HEAD = Head((1, 1, 1))
 
 NOT_COVERED = {
     "overlapped passes": lambda p: replace(p, costs=replace(p.costs, hidden=(1, 0))),
-    "sums over replicas": lambda p: replace(p, costs=replace(p.costs, reduce=(1, 0))),
-    "sums in buckets": lambda p: replace(p, costs=replace(p.costs, buckets=(1, 0))),
     "too many passes": lambda p: replace(p, num_microbatches=MOST_PASSES // 6 + 1),
     "weights in shards": lambda p: replace(p, sharded=Sharded(1000)),
     "a divided head": lambda p: replace(p, costs=HEAD.divided(p.costs, 2), head=Head.from_parts(HEAD.divided(p.costs, 2), p.placement)),

@@ -131,10 +131,10 @@ def test_in_a_hurry_only_a_seed_that_fills_the_memory_is_made(placement: str, me
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_microbatch_alone_fits_wherever_anything_does(name: str) -> None:
     work = Workload.uniform(3, (1, 1, 1), held=2.0)
-    problem = problem_on(name, 1, work, 4)
+    problem = problem_on(name, 0.5, work, 4)  # B leaves twice what F saves, so this holds what F saves of a microbatch
     alone = serial_schedule(problem.placement, 4)
     assert zb.schedule_faults(alone) == ()
-    assert zb.simulation.peak_memory(alone, problem.costs) == work.limits(1).memory
+    assert zb.simulation.peak_memory(alone, problem.costs) == work.limits(0.5).memory
     check(solve(problem, evaluations=50))
 
 
@@ -422,7 +422,17 @@ def test_no_rank_holds_more_microbatches_than_there_are() -> None:
 def test_without_a_limit_there_is_room_for_everything() -> None:
     work = Workload.uniform(3, (1, 1, 1), held=2.0)
     assert zb.plan(work, 5, placements="linear", seconds=0).bubble == 0
-    assert (zb.plan(work, 5, 5, placements="linear", seconds=0).bubble or 0) > 0
+    assert zb.plan(work, 5, 5, placements="linear", seconds=0).bubble == 0
+    assert (zb.plan(work, 5, 2.5, placements="linear", seconds=0).bubble or 0) > 0
+
+
+@pytest.mark.parametrize("memory", [2, 3.5])
+def test_the_peak_is_in_the_unit_of_the_memory(memory: float) -> None:
+    for work in (Workload.uniform(4, (10, 12, 8), held=2.0), Workload.uniform(4, (10, 12, 8), held=0.5)):
+        for placement in ("linear", "vee"):
+            found = zb.plan(work, 8, memory, placements=placement, evaluations=50)
+            assert found.peak_microbatches is not None
+            assert memory / 2 < found.peak_microbatches <= memory
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from zerobubble.offload.offloads import link_from_dict, offloads_from_list, offl
 from zerobubble.partition import LayerCut, layers_from_dict, layers_to_dict
 from zerobubble.planning.problem.axes import not_run
 from zerobubble.planning.problem.head import Head
-from zerobubble.planning.problem.problem import Objective, Problem, microbatch_bytes
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
@@ -119,6 +119,7 @@ class Plan(Displayed):
 
         Raises `ScheduleError` if it breaks the rules or the limits.
         """
+        offloads = tuple(offloads) if any(rank.offloads for rank in offloads) else ()
         played = _played(problem, schedule, offloads)
         time = problem.objective.measure(played)
         if time > bound.time and not offloads:  # a span that meets its bound is the period
@@ -135,7 +136,7 @@ class Plan(Displayed):
         if faults:
             raise ScheduleError(faults, schedule.name)
         status = Status.OPTIMAL if time == bound.time else Status.FEASIBLE
-        return cls(problem, status, bound, schedule, time, seconds, how, makespan=played.makespan, offloads=tuple(offloads))
+        return cls(problem, status, bound, schedule, time, seconds, how, makespan=played.makespan, offloads=offloads)
 
     @property
     def schedule(self) -> Schedule:
@@ -298,17 +299,10 @@ class Plan(Displayed):
 
     @property
     def peak_microbatches(self) -> float | None:
-        """Peak memory of the fullest rank, in microbatches of all its stages without a head; None without a schedule.
-
-        A stage counts with the most bytes that it ever holds of a microbatch: those that F saved, or those that B leaves for W if they are
-            more.
-        """
+        """Peak memory of the fullest rank, in the microbatches in which memory is given; None without a schedule."""
         if self.order is None:
             return None
-        costs = self.problem.costs
-        most = replace(costs, held_after_f=tuple(map(max, costs.held_after_f, costs.held_after_b)))
-        sizes = microbatch_bytes(self.problem.placement, most, self.problem.bytes_of_whole_head)
-        return max(peak / size for peak, size in zip(self.peaks, sizes, strict=True))
+        return max(peak / size for peak, size in zip(self.peaks, self.problem.microbatch_bytes, strict=True))
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:

@@ -297,7 +297,7 @@ class Problem(Displayed):
 
     @property
     def microbatch_bytes(self) -> tuple[int, ...]:
-        """Per rank, the bytes of one microbatch in all its stages without a head: the unit of memory."""
+        """Per rank, the most bytes that its stages hold of one microbatch, without a head: the unit of memory."""
         return microbatch_bytes(self.placement, self.costs, self.bytes_of_whole_head)
 
     @property
@@ -370,16 +370,16 @@ _PARTS: dict[str, Wanted | type] = {
 
 
 def microbatch_bytes(placement: Placement, costs: Costs, head_bytes: int = 0) -> tuple[int, ...]:
-    """Per rank, the bytes that one microbatch saves in F in all its stages, at least 1; the last stage without `head_bytes`.
+    """Per rank, the most bytes that all its stages hold of one microbatch, at least 1; the last stage without `head_bytes`.
 
-    A stage that saves nothing in F counts with what its B leaves for W. If there are several routes, the one that saves most counts.
+    Those are what F saves, or what B leaves for W if that is more. If there are several routes, the one that holds most counts.
     """
     saved = (*costs.held_after_f[:-1], max(0, costs.held_after_f[-1] - head_bytes))
     held = [0] * placement.num_ranks
     for route in placement.routes:
         here = [0] * placement.num_ranks
         for rank, after_f, after_b in zip(route, saved, costs.held_after_b, strict=True):
-            here[rank] += after_f or after_b
+            here[rank] += max(after_f, after_b)
         held = list(map(max, held, here))
     return tuple(max(1, count) for count in held)
 

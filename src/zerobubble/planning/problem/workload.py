@@ -164,11 +164,11 @@ class Workload(Displayed):
 
     @takes(microbatches=NUMBER)
     def limits(self, microbatches: float) -> Limits:
-        """Returns limits that fit the activations of this many microbatches on every rank.
+        """Returns limits that fit the activations of this many microbatches on every rank, each with what F saves or B leaves, if more.
 
         Raises `InputError` for a number that is not a finite one above 0, or so large that bytes are meant.
         """
-        return limits_for(microbatches, self.held_after_f)
+        return limits_for(microbatches, list(map(max, self.held_after_f, self.held_after_b)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON form, in ns and bytes; `from_dict` reads it."""
