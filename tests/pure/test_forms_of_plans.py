@@ -5,8 +5,10 @@ A plan and its costs survive their file with everything they were made from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ import zerobubble as zb
 from tests.refusals import Stated, raises
 from zerobubble import Costs, InputError, Limits, Placement
 from zerobubble.partition import Layer
-from zerobubble.planning import Plan, Problem
+from zerobubble.planning import Plan, Problem, Status
 
 VEE = Placement.vee(2)
 MEASURED = Costs((3, 5, 4, 6), (6, 9, 8, 12), (3, 4, 4, 7), (1, 0, 1), (100, 200, 150, 120), (60, 100, 80, 50), placement=VEE)
@@ -96,3 +98,32 @@ def test_a_stage_that_saves_nothing_in_f_counts_with_what_its_b_leaves(held_afte
         peak = Plan.from_schedule(problem, problem.bound(), zb.make(name, 2, 8), 0.0, name).peak_microbatches
         assert peak is not None
         assert 0 < peak <= 8, "8 microbatches cannot hold more than 8"
+
+
+WORK = zb.Workload.uniform(3, (10, 12, 8), comm=0.5)
+
+
+def test_a_bound_by_windows_survives_its_file(tmp_path: Path) -> None:
+    found = zb.plan(WORK, 6, placements="linear", evaluations=500)
+    assert found.bound.time > found.problem.bound().time
+    read = saved(found, tmp_path)
+    assert (read.bound.time, read.status) == (found.bound.time, found.status)
+    assert saved(read, tmp_path).bound == read.bound
+
+
+def edited_bound(data: dict[str, Any]) -> None:
+    data["bound"]["time"] = data["figures"]["period"]
+
+
+def edited_costs(data: dict[str, Any]) -> None:
+    data["workload"] = None
+    data["costs"]["comm"] = [2 * time for time in data["costs"]["comm"]]
+
+
+@pytest.mark.parametrize("edit", [edited_bound, edited_costs])
+def test_a_bound_that_was_not_proved_for_a_file_does_not_count(edit: Callable[[dict[str, Any]], None]) -> None:
+    data = zb.plan(WORK, 6, placements="linear", seconds=0).to_dict()
+    edit(data)
+    read = Plan.from_dict(data)
+    assert read.bound.time == read.problem.bound().time
+    assert (read.status is Status.OPTIMAL) == (read.time == read.bound.time)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from hashlib import sha256
 from itertools import accumulate
 from math import isfinite
 from textwrap import fill
@@ -315,7 +317,7 @@ class Plan(Displayed):
         """The JSON form of a plan, which `from_dict` reads. Raises `InputError` if there is no schedule."""
         if self.order is None or self.timeline is None:
             raise InputError("there is no plan to write: {reason}", reason=self.reason)
-        return {
+        data = {
             "format": "zerobubble plan 1",
             "status": self.status.value,
             "objective": self.problem.objective.value,
@@ -344,29 +346,32 @@ class Plan(Displayed):
             "offloads": offloads_to_list(self.offloads),
             "schedule": self.schedule.to_dict(),
         }
+        return data | {"proof": _checksum(data)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """Reads the JSON form; status and figures are recomputed from schedule, costs and bound.
 
+        The bound of the file counts if neither it nor the problem has been changed since, and otherwise the bound that is computed here.
         Raises `ParseError` for a missing or malformed part, a schedule that cannot run, and a bound that the schedule beats.
         """
         with reading("plan", data, remedy="io.save_plan and `zerobubble plan -o` write files with all keys"):
             schedule = Schedule.from_dict(data["schedule"])
             problem = _problem_of(schedule, data)
-            bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
+            stated, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
+            bound = _bound_of_file(data, stated, problem.bound())
             if not isfinite(seconds):
                 raise ParseError("it took {seconds} seconds, which is not a finite number", seconds=seconds)
             try:
-                offloads = offloads_from_list(data["offloads"], schedule, problem.costs) if problem.host is not None else ()
+                offloads = offloads_from_list(data["offloads"], schedule, problem.costs) if problem.host and data["offloads"] else ()
                 plan = cls.from_schedule(problem, bound, schedule, seconds, line(data["how"]), offloads)
             except ScheduleError as error:
                 raise ParseError(str(error)) from error
-            if plan.time is not None and plan.time < bound.time:
+            if plan.time is not None and plan.time < stated.time:
                 raise ParseError(
                     "its schedule takes {time} ns, less than its bound of {bound} ns, so the bound is wrong",
                     time=plan.time,
-                    bound=bound.time,
+                    bound=stated.time,
                 )
         return plan
 
@@ -383,6 +388,29 @@ def _played(problem: Problem, schedule: Schedule, offloads: Sequence[RankOffload
     if problem.host is None:
         raise InputError("the plan has offloads, but the problem has no link to the host", remedy="give the problem a host")
     return play_offloads(schedule, problem.costs, offloads, problem.host)
+
+
+def _bound_of_file(data: dict[str, Any], stated: Bound, computed: Bound) -> Bound:
+    """The bound that a file has `stated` if its parts are as planned, or the one `computed` here, with a remark on what was not proved."""
+    proved = data["proof"] == _checksum(data)
+    if stated.time <= computed.time:
+        return computed
+    if proved:
+        return stated if stated.reason.endswith(_PROVED) else stated._replace(reason=f"{stated.reason}{_PROVED}")
+    changed = f"its file states {show_ms(stated.time)}, but was changed after that was proved"
+    return computed._replace(reason=f"{computed.reason} ({changed})")
+
+
+_PROVED = " (proved when its file was made)"
+_NOT_PROVED = ("status", "figures", "how", "seconds", "layer_names", "offloads", "proof")
+"""The parts of a plan's file that its bound does not depend on; of the schedule it depends on the placement and number of microbatches."""
+
+
+def _checksum(data: dict[str, Any]) -> str:
+    """The checksum of the parts of a plan's file that its bound depends on."""
+    parts = {name: part for name, part in data.items() if name not in _NOT_PROVED}
+    parts["schedule"] = {name: part for name, part in data["schedule"].items() if name in ("placement", "microbatches")}
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
