@@ -39,7 +39,7 @@ MISTAKES: list[tuple[str, Stated]] = [
     ("export-weights folder out", ("--config", "llama/config.json")),
     # options
     ("make zb-h1 --rank 4 -m 8", ("--rank", "--ranks")),
-    (f"show zb-h1 {P} --colour", ("--colour", "--help")),
+    (f"show zb-h1 {P} --rainbow", ("--rainbow", "--help")),
     (f"{TIMES} --placements ring", ("--placements", "--placement")),
     ("make interleaved-1f1b -p 2 -m 6 --set grup=3", ("'grup'", "'group'")),
     ("make interleaved-1f1b -p 2 -m 6 --set group", ("--set", "'group'", "group=8")),

@@ -29,7 +29,7 @@ def with_sums(passes: Bounds, placement: Placement, num_microbatches: int, costs
     if not any(costs.reduce):
         return passes
     after = sums_after_passes(placement, costs)
-    if saves_time(costs):  # the shortened W of fused or overlapped passes tell nothing about single stages
+    if saves_time(costs):  # the shortened W of fused or overlapped passes are no times of single stages
         return Bounds(*(after_sums(bound, after) for bound in passes))
     starts = first_starts(placement, costs.scaled(min(costs.shares)) if costs.shares else costs)
     bounds = [after_sums(bound, after) for bound in passes]
