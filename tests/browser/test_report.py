@@ -59,6 +59,34 @@ def test_all_boxes_of_a_large_run_are_drawn(browser: Browser, tmp_path: Path) ->
     assert browser.errors == []
 
 
+def test_commands_of_a_page_are_copied(browser: Browser, tmp_path: Path) -> None:
+    command = [
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "4",
+        "--placement",
+        "linear",
+        "--budget",
+        "0",
+        "--html",
+        str(tmp_path / "plan.html"),
+    ]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    browser.open(tmp_path / "plan.html")
+    browser.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    assert browser.run("document.querySelectorAll('pre').length === document.querySelectorAll('pre + button').length")
+    browser.click("pre + button")
+    browser.until("document.querySelector('pre + button').textContent === 'copied'")
+    assert browser.run("window.copied === document.querySelector('pre').textContent")
+    browser.run("navigator.clipboard.writeText = () => Promise.reject()")
+    browser.click("pre + button")
+    browser.until("document.querySelector('pre + button').textContent === 'selected'")
+    assert browser.run("getSelection().toString() === document.querySelector('pre').textContent")
+    assert browser.errors == []
+
+
 def test_the_table_of_a_plan_fits_the_page(browser: Browser, tmp_path: Path) -> None:
     command = ["plan", "--ranks", "4", "--microbatches", "8", "--times", "10,11,8", "--comm", "0.5", "--memory", "4"]
     command += ["--placement", "linear,vee,wave-4", "--evaluations", "20", "--html", str(tmp_path / "plan.html")]

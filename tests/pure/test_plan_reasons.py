@@ -58,7 +58,7 @@ def test_the_table_says_what_steps_are_and_sets_apart_what_was_not_searched() ->
     assert [line.split()[0] for line in lines[1 : apart - 1]] == ["vee", "linear"]
     assert {line.split()[0] for line in lines[apart + 1 : apart + 6]} == {"looped-2", "looped-3", "looped-4", "wave-3", "wave-4"}
     states(" ".join(str(zb.plan(EQUAL, 8, placements="linear", objective="makespan", seconds=0)).split()), "--objective")
-    states(" ".join(str(zb.plan(EQUAL, 8, 2, placements="wave-4", seconds=0)).split()), "searched", "Nothing")
+    states(" ".join(str(zb.plan(EQUAL, 8, 2, placements="wave-4", seconds=0)).split()), "searched", "Nothing", "--budget", "seconds=")
 
 
 def test_reasons_have_the_figures_of_the_table_where_layers_are_cut_anew() -> None:

@@ -241,7 +241,7 @@ class Plan(Displayed):
         lines = [Line(choice.name, choice.plan.cells, choice.note, choice.is_result) for choice in self.choices]
         best = self.choices[0].plan.problem
         recompute, fused = best.recomputation is not None, fusing_saves(best.costs)
-        return comparison_table(lines, self.problem.objective, recompute=recompute, fused=fused)
+        return comparison_table(lines, self.problem.objective, self.seconds, recompute=recompute, fused=fused)
 
     @property
     def cells(self) -> tuple[str, ...]:

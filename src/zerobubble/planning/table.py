@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from textwrap import fill
 from typing import NamedTuple
 
@@ -22,7 +23,12 @@ STEPS = {
 """The meaning of the time per step, by objective."""
 
 NOT_SEARCHED = "not searched, a first schedule that fits:"
-NONE_SEARCHED = " Nothing was searched: each line is the best published schedule that fits, or runs microbatches one by one if none fits."
+NONE_SEARCHED = (
+    " Nothing was searched: published schedules alone took {took:.2g} s. To search, give {enough} s or more (--budget, or seconds=). "
+    "Each line is the best published schedule that fits, or runs microbatches one by one if none fits."
+)
+LEAST_SECONDS = 10
+"""The least budget that is advised where nothing was searched."""
 
 
 def titles(objective: str) -> tuple[str, ...]:
@@ -39,10 +45,11 @@ class Line(NamedTuple):
     is_result: bool
 
 
-def comparison_table(lines: Sequence[Line], objective: str, *, recompute: bool, fused: bool) -> str:
+def comparison_table(lines: Sequence[Line], objective: str, seconds: float, *, recompute: bool, fused: bool) -> str:
     """A row for each placement, results of a search before the rest, then the notes.
 
-    The legend says how recomputed forwards count with `recompute`, and how split backward passes count if a BW is shorter (`fused`).
+    The legend says how recomputed forwards count with `recompute`, how split backward passes count if a BW is shorter (`fused`), and, if
+    nothing was searched, what took the `seconds` and what to give.
     """
     results, rest = [each for each in lines if each.is_result], [each for each in lines if not each.is_result]
     if lines[0] in rest:  # the winner is no result, so neither is anything else
@@ -53,7 +60,8 @@ def comparison_table(lines: Sequence[Line], objective: str, *, recompute: bool, 
     paragraphs = [fill(f"{each.name.ljust(width)}  {each.note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for each in lines]
     legend = LEGEND.format(title=objective.capitalize(), objective=objective, steps=STEPS[objective])
     legend += (RECOMPUTE if recompute else "") + (SPLIT if fused else "")
-    legend = fill(legend + ("" if lines[0].is_result else NONE_SEARCHED), NOTE_WIDTH)
+    none = NONE_SEARCHED.format(took=seconds, enough=max(LEAST_SECONDS, ceil(LEAST_SECONDS * seconds)))
+    legend = fill(legend + ("" if lines[0].is_result else none), NOTE_WIDTH)
     return "\n".join([head, *rows[: len(results)], *between, *rows[len(results) :], "", legend, "", *paragraphs])
 
 

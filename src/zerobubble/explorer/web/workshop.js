@@ -32,7 +32,7 @@ export class Workshop {
   }
 
   fill(theme, openSchedule) {
-    const lead = "Drag a pass of the block, or select it with Tab and move it with the arrow keys. Pale passes belong to the next microbatches. The bars below show how long each stage holds a microbatch, the numbers on the right how many stage activations a rank holds at most.";
+    const lead = "Drag a pass of the block, or select it with Tab and move it with the arrow keys. Lighter passes belong to later stages of the rank, pale ones to the next microbatches. The bars below show how long each stage holds a microbatch, the numbers on the right how many stage activations a rank holds at most.";
     const scroll = element("div", "", { class: "scroll", id: "block-editor" });
     this.wrong = element("div", "", { class: "wrong-of", role: "status", id: "w-wrong" });
     this.figures = element("div", "", { class: "scroll", tabindex: "0", id: "w-steps" });

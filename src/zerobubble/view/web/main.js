@@ -1,5 +1,6 @@
 // Reads the page's data and draws every element that the page has. `data-state` says whether all of it was drawn.
 
+import { addCopyButtons } from "./copy.js";
 import { FrontChart } from "./front_chart.js";
 import { LossChart } from "./losses.js";
 import { Picture } from "./picture.js";
@@ -24,6 +25,7 @@ async function start() {
   if (data.front) await startFront(picture, data);
   else if (picture) await picture.show(data);
   if (data.losses.length) new LossChart(document.getElementById("losses"), data.losses);
+  addCopyButtons();
   root.dataset.state = "ready";
   root.dataset.shown = `${Math.round(performance.now())}`;
 }
