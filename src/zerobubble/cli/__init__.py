@@ -10,6 +10,7 @@ from zerobubble.cli.doctor import doctor
 from zerobubble.cli.explore import explore
 from zerobubble.cli.export_weights import export_weights_command
 from zerobubble.cli.group import OneSentenceGroup, group
+from zerobubble.cli.inputs.completion import completed
 from zerobubble.cli.list import list_schedules
 from zerobubble.cli.make import make_file
 from zerobubble.cli.pareto import pareto_command
@@ -41,4 +42,4 @@ for _command in (
     doctor,
     export_weights_command,
 ):
-    main.add_command(_command)
+    main.add_command(completed(_command))

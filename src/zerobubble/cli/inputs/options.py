@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from zerobubble.cli.inputs.files import COSTS, read_document
 from zerobubble.costs import LARGEST_SHARE, MOST_BUCKETS
@@ -196,6 +197,9 @@ class Existing(click.ParamType):  # type: ignore[type-arg]  # generic in new ver
         except OSError as error:
             raise unusable("read", value, error) from error
         return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 def key_values(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:
