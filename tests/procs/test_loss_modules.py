@@ -252,11 +252,12 @@ def hidden(group: Any, is_used: bool) -> str:
         loss: Tensor = criterion(logits, targets) if is_used else criterion(logits.flatten(0, 1), targets.flatten())
         return loss
 
-    try:
-        with zb.Pipeline(build, "zb-h1", COUNT, loss_fn, group=group) as pipe:
+    with zb.Pipeline(build, "zb-h1", COUNT, loss_fn, group=group) as pipe:
+        try:
             pipe.step(*batch(COUNT))
-    except zb.PipelineError as error:
-        return str(error)
+        except zb.InputError as error:
+            pipe.eval_step(batch(COUNT)[0])
+            return str(error)
     return ""
 
 

@@ -60,6 +60,7 @@ from zerobubble.runtime.split.stage_with_loss import stage_alone, with_loss
 from zerobubble.runtime.stage.divided_head import DividedHead, head_parts_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import refuse_empty_levels
+from zerobubble.runtime.stage.loss_reads import refuse_model_in_loss
 from zerobubble.runtime.stage.rank_stages import Build, CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.stage.uncut_model import RankStages, refuse_uncut_models
@@ -399,6 +400,8 @@ def _modules_with_loss(
     """Returns the modules of `rank` by stage, the last one with the loss, on the device of the options."""
     last = schedule.num_stages - 1
     built = modules_of(build, schedule, rank, seed)
+    if last in built:
+        refuse_model_in_loss(options.loss_fn, built[last])
     modules = {stage: with_loss(module, options.loss_fn if stage == last else None) for stage, module in built.items()}
     if options.device is not None:
         move(modules.values(), options.device)

@@ -54,7 +54,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module, *, contents: bool | Collection[str]) -> None:
         values = module.__dict__
-        self._module = module
+        self.module = module
         self.kind = type(module)
         self.values = {name: value for name, value in values.items() if name not in _IGNORED}
         self.dicts = {name: dict(values[name]) for name in _DICTS}
@@ -67,14 +67,14 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Returns whether the module is still as it was."""
-        values = self._module.__dict__
+        values = self.module.__dict__
         return (
-            type(self._module) is self.kind
+            type(self.module) is self.kind
             and list(map(id, values.values())) == self._ids
             and all(_is_same(values[name], held) for name, held in self.dicts.items() if held or values[name])
             and all(self._look_inside(name, values[name]) == found for name, found in self.inside.items())
-            and frozen_in(self._module) == self.frozen
-            and _versions(self._module) == self.versions
+            and frozen_in(self.module) == self.frozen
+            and _versions(self.module) == self.versions
         )
 
     def _look_inside(self, name: str, value: Any) -> list[Any]:
@@ -182,7 +182,7 @@ class _Followed:
 
     def __init__(self, name: str, module: nn.Module, copy: Copy, made: nn.Module | None, own: set[str], *, contents: bool) -> None:
         self.name = name
-        self._module = module
+        self.module = module
         self._made = made
         self._own = own
         self._contents = contents or own
@@ -191,7 +191,7 @@ class _Followed:
         self.snapshot = self.now()
 
     def now(self) -> Snapshot:
-        return Snapshot(self._module, contents=self._contents)
+        return Snapshot(self.module, contents=self._contents)
 
     def fault(self, changes: Changes) -> str:
         fault = self.copy.fault(changes)
@@ -208,6 +208,17 @@ class _Followed:
             return None
         return Snapshot(self._made, contents=self._contents).since(self._before)
 
+    def stale(self) -> list[str]:
+        """Returns the attributes and buffers that the call has set in the copy so far, and that the module has otherwise or not at all."""
+        changes = self.set_by_call()
+        if changes is None or self._made is None:
+            return []
+        names = [name for name in changes.attributes if is_data(self._made.__dict__.get(name))]
+        module, made = self.module.__dict__, self._made.__dict__
+        plain = [name for name in names if not isinstance(made.get(name), Tensor) and not is_compound(made.get(name))]
+        equal = {name for name in plain if name in module and name in made and module[name] == made[name]}
+        return [*(name for name in names if name not in equal), *changes.entries.get("_buffers", ())]
+
     def give_back(self, changes: Changes) -> None:
         """Makes these changes of the copy in the module."""
         assert self._made is not None
@@ -215,7 +226,7 @@ class _Followed:
         for name in changes.attributes:
             self._give_attribute(name)
         for name in changes.entries.get("_buffers", ()):
-            _give_buffer(self._module._buffers, self._made._buffers, name, self._before.dicts["_buffers"].get(name))
+            _give_buffer(self.module._buffers, self._made._buffers, name, self._before.dicts["_buffers"].get(name))
 
     def separate(self, names: Collection[str]) -> None:
         """Gives the copy copies of what it shares with the module under these names."""
@@ -234,12 +245,17 @@ class _Followed:
         value = self._made.__dict__.get(name)
         if name not in self._made.__dict__:
             if not hasattr(self._made, name):  # not a module now
-                self._module.__dict__.pop(name, None)
-        elif not (isinstance(value, (nn.Module, nn.Parameter)) or callable(value) or modules_inside(value)):
+                self.module.__dict__.pop(name, None)
+        elif is_data(value):
             is_shared = name not in self._own if self._contents is not True else not (is_compound(value) or isinstance(value, Tensor))
             assert self._before is not None
-            held = self._module.__dict__.get(name) if value is self._before.values.get(name) else None
-            self._module.__dict__[name] = value if is_shared else with_contents(held, copy_of(value))
+            held = self.module.__dict__.get(name) if value is self._before.values.get(name) else None
+            self.module.__dict__[name] = value if is_shared else with_contents(held, copy_of(value))
+
+
+def is_data(value: Any) -> bool:
+    """Returns whether the value of an attribute is neither code nor a part of the model."""
+    return not (isinstance(value, (nn.Module, nn.Parameter)) or callable(value) or modules_inside(value))
 
 
 def with_contents(held: Any, value: Any) -> Any:
@@ -321,6 +337,10 @@ class Follower:
             changes = followed.set_by_call()
             if changes is not None:
                 followed.give_back(changes)
+
+    def set_so_far(self) -> Iterator[tuple[nn.Module, str, list[str]]]:
+        """Yields the modules of the model, with their names, and what the current call has set in their copies; see `give_back`."""
+        return ((followed.module, followed.name, followed.stale()) for followed in self._followed)
 
     @contextmanager
     def not_following(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
-from zerobubble.models.observation.following import contents_of, modules_inside
+from zerobubble.models.observation.following import Snapshot, contents_of, modules_inside
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.recording import recording_separately, recording_state
 from zerobubble.models.observation.source_tracker import is_mark
@@ -70,6 +70,8 @@ class ShapeOnlyUnit:
         self._read: dict[str, Any] = {}
         self._shared = shared
         self._remembered: OrderedDict[tuple[Any, ...], Seen] = OrderedDict()
+        self.attributes_set: set[tuple[str, str]] = set()
+        """The modules in the unit, by name, with the attributes that forwards of the unit have set."""
         self.forward_is_called = False
         """Whether the model's code has called the unit's `forward` directly instead of the module."""
         self._by_numbers: set[tuple[Any, ...]] = set()
@@ -173,6 +175,7 @@ class ShapeOnlyUnit:
         arguments, structure = pytree.tree_flatten((args, kwargs))
         mappings = mappings_in(args, kwargs)
         held = [dict(mapping) for mapping in mappings]
+        before = {path: Snapshot(module, contents=True) for path, module in unit.named_modules()}
         with (
             FlopCounter() as counter,
             _Made(self.name, unit, leaves) as made,
@@ -185,6 +188,8 @@ class ShapeOnlyUnit:
         form = OutputForm.from_output(pytree.tree_map_only(Tensor, _meta, (output, recorded, taken_out(held, mappings))))
         del output
         recorded.clear()
+        self._note_set(unit, before)
+        before.clear()
         refuse_left(self.name, made.left_outside_of(unit), args, kwargs)
         _refuse_changed(self.name, arguments, structure, (args, kwargs))
         changed = tuple(
@@ -195,6 +200,12 @@ class ShapeOnlyUnit:
         after = dict(unit.named_buffers())
         written = tuple(name for name, (buffer, version) in own.items() if after.get(name) is not buffer or buffer._version != version)
         return Seen(form, counter.get_total_flops(), changed, written, made.mark())
+
+    def _note_set(self, unit: nn.Module, before: Mapping[str, Snapshot]) -> None:
+        for path, module in unit.named_modules():
+            if path in before and not before[path].holds():
+                changes = Snapshot(module, contents=True).since(before[path])
+                self.attributes_set.update((path, name) for name in changes.attributes)
 
 
 @contextmanager

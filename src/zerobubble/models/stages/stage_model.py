@@ -41,6 +41,7 @@ from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.recording import Recorder, install_hooks
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units
+from zerobubble.models.stages.set_elsewhere import SetElsewhere
 from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.buffers import making_tensors
@@ -311,9 +312,10 @@ def stage_model(
         names = [name for name, home in cut.stage_of.items() if home == stage]
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
-    own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
-    own |= {"follow_model": follow_model, "give_back": give_back}
-    made.__class__ = with_own(type(model), own | {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy})
+own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
+    own |= {"follow_model": follow_model, "give_back": give_back, "__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
+    own["set_elsewhere"] = SetElsewhere(observed.shape_only_by_name, cut, stage, follower).attributes
+    made.__class__ = with_own(type(model), own)
     return made
 
 

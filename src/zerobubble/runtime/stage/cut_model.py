@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -35,6 +36,11 @@ _open: weakref.WeakSet[CutModel] = weakref.WeakSet()
 """The models of open pipelines."""
 _CUT_FROM: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], ...]] = weakref.WeakKeyDictionary()
 """For each stage, the modules that together have all tensors of the model, under the names that these have in stages."""
+
+
+def models_of(stage: nn.Module) -> list[nn.Module]:
+    """Returns the modules from which `stage` was cut."""
+    return [model for reference in _CUT_FROM.get(stage_alone(stage), ()) if (model := reference()) is not None]
 
 
 def note_model(stage: nn.Module, models: Sequence[nn.Module]) -> None:
@@ -73,6 +79,7 @@ class CutModel:
         self._is_guarded = False
         self._watched: _Watched | None = None
         self._hooks: list[RemovableHandle] = []
+        self._refuse_read: Callable[[str], InputError] | None = None
 
     @property
     def models(self) -> list[nn.Module]:
@@ -154,12 +161,27 @@ class CutModel:
             self._is_guarded = True
             reference = weakref.ref(self)
 
-            def look() -> None:
+            def look(name: str) -> None:
                 if (model := reference()) is not None:
-                    model.release_if_changed()
+                    model._before_use(name)
 
-            for _, tensor in self._of_others():
-                guard(tensor, look)
+            for name, tensor in self._of_others():
+                guard(tensor, partial(look, name))
+
+    def _before_use(self, name: str) -> None:
+        if self._refuse_read is not None:
+            raise self._refuse_read(name)
+        self.release_if_changed()
+
+    @contextmanager
+    def refusing_reads(self, refuse: Callable[[str], InputError]) -> Iterator[None]:
+        """A context in which a use of another rank's tensor raises `refuse(name)`."""
+        self.guard()
+        self._refuse_read = refuse
+        try:
+            yield
+        finally:
+            self._refuse_read = None
 
     def close(self) -> None:
         """Looks for the last time, before the model may train elsewhere."""
@@ -199,6 +221,8 @@ class CutModel:
         return was_released
 
     def _error(self, name: str, what: str) -> InputError:
+        if self._refuse_read is not None:
+            return self._refuse_read(name)
         gathers = f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed"
         remedy = self.instead or gathers
         if what == "gradient":

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
-from zerobubble.runtime.step.loss_faults import note_given, refuse_unknown_parameters
+from zerobubble.runtime.stage.loss_reads import LossReads
+from zerobubble.runtime.step.loss_faults import note_given, unknown_parameter
 from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossReport
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.peers import Peers
@@ -56,8 +57,9 @@ class StepLosses:
         held: Returns the parameters of this rank's stages. In each step, one loss is searched for others.
 
     The loss of a microbatch includes what stages added. After `close`, `losses` has those of all microbatches, and `added` the part of the
-    mean that was added under each name. `requires_grad` then says whether the loss of any microbatch of the batch requires a gradient, and
-    `output_requires_grad` whether any output of the model on this rank did.
+    mean that was added under each name. `requires_grad` then says whether the loss of any microbatch of the batch requires a gradient,
+    `output_requires_grad` whether any output of the model on this rank did, and `is_refused` whether `loss_fn` has a fault that all ranks
+    raise. `reads` finds such faults.
     """
 
     def __init__(
@@ -80,10 +82,11 @@ class StepLosses:
         self._scales_gradients = scales_gradients
         self._sums = sums
         self._held = held
+        self.reads = LossReads()
         self.divisor = 1
         self.losses: Tensor | None = None
         self.added: dict[str, Tensor] = {}
-        self.requires_grad = self.output_requires_grad = False
+        self.requires_grad = self.output_requires_grad = self.is_refused = False
         self.clear()
 
     def clear(self) -> None:
@@ -137,7 +140,8 @@ class StepLosses:
         self._sendings = []
         self._result = self.losses = None
         self._added, self.added = {}, {}
-        self.requires_grad = self.output_requires_grad = False
+        self.requires_grad = self.output_requires_grad = self.is_refused = False
+        self.reads.fault = None
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
         self._expected = {
@@ -194,12 +198,9 @@ class StepLosses:
             self._send_result()
 
     def _loss(self, microbatch: int, output: Any, target: Any, *, is_first: bool) -> Tensor:
-        try:
-            loss = self.loss_fn(output, target)
-        except Exception as error:
-            refuse_far_gradient(error, "loss_fn")
-            note_given(error, "loss_fn", output=output, target=target)
-            raise
+        loss = None if self.is_refused else self._called(output, target)
+        if self.is_refused:
+            return self._refused(microbatch, output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(
@@ -221,12 +222,33 @@ class StepLosses:
         counts = self._weights is None or self._weights[microbatch]
         result = loss if counts else _zero_loss((output, added), loss)
         if is_first:
-            if not self.requires_grad:
-                refuse_unknown_parameters(loss, tensors_in((output, added)), self._held())
+            if not self.requires_grad and (unknown := unknown_parameter(loss, tensors_in((output, added)), self._held())):
+                self.reads.note(unknown)
+                self.is_refused = True
+                return self._refused(microbatch, output)
             self.requires_grad |= result.requires_grad
             if not self.output_requires_grad:
                 self.output_requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         return result
+
+    def _called(self, output: Any, target: Any) -> Any:
+        """Returns what `loss_fn` returns. A fault in what it reads refuses the step."""
+        try:
+            with self.reads.finding():
+                return self.loss_fn(output, target)
+        except Exception as error:
+            if self.reads.fault is None:
+                refuse_far_gradient(error, "loss_fn")
+                note_given(error, "loss_fn", output=output, target=target)
+                raise
+        finally:
+            self.is_refused = self.reads.fault is not None
+
+    def _refused(self, microbatch: int, output: Any) -> Tensor:
+        """Returns NaN instead of the loss of a refused step, without a gradient: the step ends on every rank, and trains nothing."""
+        dtype = next((tensor.dtype for tensor in tensors_in(output) if tensor.dtype in DTYPES), torch.float32)
+        loss = self._known[microbatch] = torch.full((), math.nan, dtype=dtype, device=self._peers.device)
+        return loss
 
     def gradient_of(self, seed: Callable[[], Tensor], microbatch: int) -> Tensor:
         """Returns the gradient of a microbatch's loss, with which its backward starts; `seed()` is the gradient of the mean loss.
@@ -326,11 +348,12 @@ class StepLosses:
         assert self._replicas is not None
         parts = {name: part.item() for name, part in self.added.items()}
         with self._replicas.collective("summing the loss over replicas"):
-            from_all = self._replicas.gather_objects((total.item(), parts, self.requires_grad))
-        names = dict.fromkeys(name for _, theirs, _ in from_all for name in theirs)
-        self.added = {name: total.new_tensor(sum(theirs.get(name, 0.0) for _, theirs, _ in from_all)) for name in names}
-        self.requires_grad = any(requires_grad for _, _, requires_grad in from_all)
-        return total.new_tensor(sum(mean for mean, _, _ in from_all))
+            from_all = self._replicas.gather_objects((total.item(), parts, self.requires_grad, self.is_refused))
+        means, added, requires_grad, is_refused = zip(*from_all, strict=True)
+        names = dict.fromkeys(name for theirs in added for name in theirs)
+        self.added = {name: total.new_tensor(sum(theirs.get(name, 0.0) for theirs in added)) for name in names}
+        self.requires_grad, self.is_refused = any(requires_grad), any(is_refused)
+        return total.new_tensor(sum(means))
 
     def _send_report(self, number: float, others: Sequence[int]) -> None:
         """Starts sending the losses that this rank knows to `others`, with this `number`, followed by the added losses by name."""
@@ -341,7 +364,8 @@ class StepLosses:
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
         following = AddedLossReport.from_parts(self.added) if self.added else None
         num_following = 0 if following is None else len(following.numbers())
-        report = LossReport(known[0].dtype if known else None, number, self._weights_hash, num_following, self.requires_grad, losses)
+        dtype = known[0].dtype if known else None
+        report = LossReport(dtype, number, self._weights_hash, num_following, self.requires_grad, self.is_refused, losses)
         self._sendings = [self._peers.send_control(report, rank) for rank in others]
         if following is not None:
             self._sendings += [self._peers.send_control(following, rank) for rank in others]
@@ -380,6 +404,7 @@ class StepLosses:
             self._result = None
             return
         self.requires_grad |= report.requires_grad
+        self.is_refused |= report.is_refused
         if report.num_following:
             self._merge_added(source, report)
         device = self._peers.device

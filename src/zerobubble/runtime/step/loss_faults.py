@@ -24,8 +24,8 @@ def note_given(error: Exception, function: str, **given: Any) -> None:
     error.add_note(f"{function} was given {shapes}{note_of_devices(str(error), tree_leaves(given))}")
 
 
-def refuse_unknown_parameters(loss: Tensor, made_of: Iterable[Tensor], held: Iterable[Tensor]) -> None:
-    """Raises `InputError` if the `loss` depends on a parameter that is not `held`, other than through the tensors it is `made_of`.
+def unknown_parameter(loss: Tensor, made_of: Iterable[Tensor], held: Iterable[Tensor]) -> InputError | None:
+    """Returns the error if the `loss` depends on a parameter that is not `held`, other than through the tensors it is `made_of`.
 
     No optimizer, norm, checkpoint or replica would know such a parameter. Only the graph between these tensors and the loss is traversed,
     once per node.
@@ -41,10 +41,10 @@ def refuse_unknown_parameters(loss: Tensor, made_of: Iterable[Tensor], held: Ite
         parameter = getattr(node, "variable", None)
         if isinstance(parameter, nn.Parameter) and id(parameter) not in known:
             message = "loss_fn trains a parameter of shape {shape} that no stage holds, so no optimizer, checkpoint or replica has it"
-            raise InputError(
-                message, shape=tuple(parameter.shape), remedy="give the nn.Module that holds it as loss_fn, or put it into the last stage"
-            )
+            remedy = "give the nn.Module that holds it as loss_fn, or put it into the last stage"
+            return InputError(message, shape=tuple(parameter.shape), remedy=remedy)
         left += [following for following, _ in node.next_functions]
+    return None
 
 
 def why_nothing_trains(flows_of_ranks: Sequence[Mapping[int, tuple[bool, bool]]], output_requires_grad: bool) -> str:

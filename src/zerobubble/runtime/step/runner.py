@@ -33,6 +33,7 @@ from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
 from zerobubble.runtime.stage.cut_model import CutModel
+from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, split_batch
@@ -114,6 +115,7 @@ class StepRunner:
         self._refusals = CallRefusals(peers, guard, programs, losses, self.gather)
         self.scaling = GradientScaling(gradients, stages.device)
         self.cut_model = CutModel(self.modules, peers.members[peers.rank], losses.loss_fn)
+        losses.reads = LossReads(self.cut_model, self.modules.get(self.schedule.num_stages - 1))
         self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)
 
     @property
@@ -221,6 +223,7 @@ class StepRunner:
         self.step_hooks.end(step, compiled.stages)
         if self.cut_model.is_whole:
             self.cut_model.watch([parameter for parameter in self.parameters() if self.gradients.get(parameter) is not None])
+        self._refuse_loss()
         if not self._losses.requires_grad:
             self._refuse_to_train_nothing(compiled)
         return step.loss
@@ -268,6 +271,13 @@ class StepRunner:
         with self.agreed_errors():
             raise InputError(why_nothing_trains([found for found, _ in from_all], any(requires_grad for _, requires_grad in from_all)))
 
+    def _refuse_loss(self) -> None:
+        """Raises the faults of `loss_fn` in the last step: the same `InputError` on every rank. The pipeline stays open."""
+        if self._losses.is_refused:
+            faults = self.gather(str(self._losses.reads.fault or ""), "refusing a loss")
+            with self.agreed_errors():
+                raise_faults(dict.fromkeys(faults) if any(faults) else ["loss_fn has a fault on another replica"])
+
     def order_ahead(self, inputs: list[Any], *, asked: bool) -> None:
         """See `Pipeline.order_ahead`; `asked` says whether the pipeline orders microbatches."""
         if not asked:
@@ -308,6 +318,7 @@ class StepRunner:
             self._play(compiled, executor, batch, given, measures_memory=measures_memory)
             loss = self._losses.close()
         assert loss is not None
+        self._refuse_loss()
         return loss
 
     def evaluate(self, given: StepInputs, num_microbatches: int | None) -> tuple[Tensor | None, list[Any] | None]:
@@ -329,6 +340,7 @@ class StepRunner:
             loss = self._losses.close()
         self._give_back()
         self._num_evaluations += 1
+        self._refuse_loss()
         return loss, outputs if self.rank in executor.ends[1] else None
 
     def _open(

@@ -1,0 +1,150 @@
+"""Finds what `loss_fn` reads of a cut model that only other stages have: parameters that they train, and attributes that they set.
+
+The user's model is whole on every rank, so `loss_fn` reaches all of it. But a term over other ranks' parameters gives them no gradient
+here, and an attribute that a forward sets is missing or stale in all modules that the stage of `loss_fn` does not run itself. A read of
+either is a fault. The step then ends without gradients, and all ranks raise the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
+from zerobubble.runtime.stage.cut_model import CutModel, models_of
+from zerobubble.runtime.values.stored import ABSENT
+from zerobubble.units import counted
+
+_RETURN = "return what loss_fn needs from the model's forward"
+_ADD = "compute the term in the part, with zb.nn.add_loss"
+_PENALTY = "add the gradient of a penalty after step, by p.grad.add_(...) for p in pipe.parameters()"
+
+
+class SetAttribute(NamedTuple):
+    """The attribute `name` of a module of the user's model, `path`, that forwards set."""
+
+    module: nn.Module
+    path: str
+    name: str
+
+
+@runtime_checkable
+class SetsElsewhere(Protocol):
+    """A stage module that was cut from a model by `zb.split`."""
+
+    def set_elsewhere(self) -> Sequence[SetAttribute]:
+        """Returns the attributes that forwards set and that the user's model lacks where this stage runs, or has as they were before."""
+        ...
+
+
+class LossReads:
+    """Finds the reads of `loss_fn`, which the rank of the stage `last` calls. `fault` is the first fault of the current step."""
+
+    def __init__(self, cut_model: CutModel | None = None, last: nn.Module | None = None) -> None:
+        self.fault: InputError | None = None
+        self._cut_model = cut_model
+        self._last = None if last is None else stage_alone(last)
+        self._refusing: dict[tuple[int, str], _Refusing] = {}
+
+    @contextmanager
+    def finding(self) -> Iterator[None]:
+        """Context of a call of `loss_fn`."""
+        with ExitStack() as stack:
+            if self._cut_model is not None and torch.is_grad_enabled():
+                stack.enter_context(self._cut_model.refusing_reads(self._refuse_tensor))
+            if isinstance(self._last, SetsElsewhere):
+                stack.enter_context(self._replaced(self._last.set_elsewhere()))
+            yield
+
+    def note(self, fault: InputError) -> InputError:
+        """Notes a fault of the current step."""
+        self.fault = self.fault or fault
+        return fault
+
+    @contextmanager
+    def _replaced(self, places: Sequence[SetAttribute]) -> Iterator[None]:
+        """A context in which every use of these attributes is a fault."""
+        before = [vars(place.module).get(place.name, ABSENT) for place in places]
+        for place in places:
+            vars(place.module)[place.name] = self._refusing_for(place)
+        try:
+            yield
+        finally:
+            for place, value in zip(places, before, strict=True):
+                if value is ABSENT:
+                    vars(place.module).pop(place.name, None)
+                else:
+                    vars(place.module)[place.name] = value
+
+    def _refusing_for(self, place: SetAttribute) -> _Refusing:
+        key = id(place.module), place.name
+        if key not in self._refusing:
+            self._refusing[key] = _Refusing.made(lambda: self._refuse_attribute(place))
+        return self._refusing[key]
+
+    def _refuse_attribute(self, place: SetAttribute) -> InputError:
+        return self.note(
+            InputError(
+                "loss_fn reads {name!r} of {module}, which a forward sets, and the last stage has only what its own parts set",
+                name=place.name,
+                module=repr(place.path) if place.path else "the model",
+                remedy=f"{_RETURN}, which is then part of the output, or {_ADD}",
+            )
+        )
+
+    def _refuse_tensor(self, name: str) -> InputError:
+        return self.note(
+            InputError(
+                "loss_fn reads {name!r}, which is of another rank's stage, and the gradient of this term would be lost",
+                name=name,
+                remedy=f"{_PENALTY}, {_ADD}, or {_RETURN}",
+            )
+        )
+
+
+class _Refusing(Tensor):
+    """Replaces an attribute: raises the error of `refuse` in every use."""
+
+    refuse: Callable[[], InputError]
+
+    @classmethod
+    def made(cls, refuse: Callable[[], InputError]) -> _Refusing:
+        """Returns a tensor with this error."""
+        tensor = torch.empty(0, device="cpu").as_subclass(cls)
+        tensor.__dict__["refuse"] = refuse
+        return tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> NoReturn:
+        raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).__dict__["refuse"]()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self.__dict__["refuse"]()
+
+
+def refuse_model_in_loss(loss_fn: object, last: nn.Module) -> None:
+    """Raises `InputError` if `loss_fn` is a module that holds parameters of other stages of the model from which `last` was cut."""
+    loss = loss_module(loss_fn)
+    if loss is None:
+        return
+    held, kept = (set(map(id, module.parameters())) for module in (loss, last))
+    foreign = [
+        name
+        for model in models_of(last)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in held and id(parameter) not in kept
+    ]
+    if foreign:
+        raise InputError(
+            "loss_fn is a module that holds {parameters} of other stages, such as {name!r}, and the last stage would train copies of them",
+            parameters=counted(len(foreign), "parameter"),
+            name=foreign[0],
+            remedy=f"keep the model out of it: {_PENALTY}, {_ADD}, or {_RETURN}; a loss_fn that calls methods of the model is a function, "
+            "lambda output, target: ...",
+        )

@@ -1,0 +1,241 @@
+"""What `loss_fn` reads of the model itself equals one device, or all ranks refuse the step and the pipeline stays open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, mse_loss
+
+import zerobubble as zb
+from tests.procs.ranks import Ranks
+from tests.refusals import raises
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Linear):
+    """Keeps in attributes what a loss or a metric may want."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, dtype=torch.float64)
+        self.early = 0.0
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        self.early = self.late = y.square().mean()
+        self.weights = y.detach()
+        self.kept = [y.mean()]
+        self.length = len(x)
+        return y
+
+
+class Model(nn.Module):
+    """Layers in a list, whose model keeps what lies between them and a constant that its user sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.register_buffer("scale", torch.tensor(1.25, dtype=torch.float64))
+        self.beta = 0.5
+        self.calls = 0
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.passes += 1
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1:
+                self.latent = x
+        self.loss = x.abs().mean()
+        return x
+
+    def penalty(self) -> Tensor:
+        return torch.stack([parameter.square().sum() for parameter in self.layers[1:].parameters()]).sum()
+
+
+def over(model: Model, term: Callable[[Any], Tensor]) -> Tensor:
+    return torch.stack([term(layer) for layer in model.layers]).sum()
+
+
+class Case(NamedTuple):
+    """A `term` of the loss, and the name of what is refused in it; empty if it equals one device."""
+
+    term: Callable[[Model, Tensor], Tensor]
+    refused: str = ""
+
+
+CASES = {
+    "penalty": Case(lambda m, o: m.penalty(), "layers.1.weight"),
+    "no gradient": Case(lambda m, o: m.layers[1].weight.detach().norm() * o.mean(), "layers.1.weight"),
+    "by name": Case(lambda m, o: dict(m.named_parameters())["layers.1.bias"].abs().sum(), "layers.1.bias"),
+    "decoder": Case(lambda m, o: linear(o, m.layers[1].weight).mean(), "layers.1.weight"),
+    "late": Case(lambda m, o: torch.stack([x.late for x in m.modules() if hasattr(x, "late")]).sum(), "late"),
+    "early": Case(lambda m, o: o.mean() + sum(layer.early for layer in m.layers), "early"),
+    "list": Case(lambda m, o: o.mean() + sum(sum(layer.kept) for layer in m.layers), "kept"),
+    "maps": Case(lambda m, o: (o * m.layers[1].weights).mean(), "weights"),
+    "length": Case(lambda m, o: o.sum() / m.layers[0].length, "length"),
+    "latent": Case(lambda m, o: m.latent.square().mean(), "latent"),
+    "swallowed": Case(lambda m, o: o.mean() * swallowed(m), "latent"),
+    "loss": Case(lambda m, o: m.loss, "loss"),
+    "calls": Case(lambda m, o: o.mean() * m.calls, "calls"),
+    "passes": Case(lambda m, o: o.mean() * m.passes, "passes"),
+    "last weight": Case(lambda m, o: m.layers[3].weight.square().sum() * m.layers[3].weight.norm()),
+    "last attribute": Case(lambda m, o: m.layers[3].late + m.layers[3].kept[0] * m.layers[3].weights.sum()),
+    "last part": Case(lambda m, o: m.layers[3](o).mean()),
+    "settings": Case(lambda m, o: o.mean() * m.beta * m.scale + len(m.layers) + sum(p.numel() for p in m.parameters())),
+}
+
+
+def swallowed(model: Model) -> float:
+    try:
+        return model.latent.mean().item()
+    except Exception:
+        return 0.0
+
+
+def made() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+X = torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8)
+
+
+def one_device(model: Model, loss: Callable[[Model], Loss], count: int = 2) -> Tensor:
+    losses = []
+    for x in X.chunk(count):
+        losses.append(loss(model)(model(x), x) / count)
+        losses[-1].backward()
+    return torch.stack(losses).sum().detach()
+
+
+def plays(group: Any, schedule: str, is_warm: bool) -> dict[str, str]:
+    """By case that is wrong, what is wrong with it: another error than expected, or other numbers than on one device."""
+    wrong, now = {}, [CASES["settings"]]
+
+    def loss(model: Model) -> Loss:
+        return lambda output, target: mse_loss(output, target) + 0.1 * now[0].term(model, output)
+
+    model = made()
+    if is_warm:
+        model(X)
+    with zb.Pipeline(zb.split(model, example=X[:2]), schedule, 2, loss(model), group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
+        for name, case in CASES.items():
+            now[0] = case
+            whole = made()
+            expected = one_device(whole, loss)
+            for call in (pipe.step, pipe.eval_step) if name not in ("penalty", "no gradient", "by name", "decoder") else (pipe.step,):
+                text = ""
+                try:
+                    result = call(X, X)
+                except zb.InputError as error:
+                    text = str(error)
+                    optimizer.zero_grad()
+                    if not case.refused or repr(case.refused) not in text:
+                        wrong[name] = text
+                    continue
+                value = result[0] if isinstance(result, tuple) else result
+                if case.refused:
+                    wrong[name] = f"{call.__name__} gives {value}, one device {expected}"
+                elif abs(value - expected) > 1e-9:
+                    wrong[name] = f"{value} for {expected}"
+                elif call == pipe.step:
+                    error = largest_error(pipe, model, whole)
+                    if error > 1e-9:
+                        wrong[name] = f"gradients differ by {error}"
+            optimizer.step()
+            optimizer.zero_grad()
+    return wrong
+
+
+def test_reads(world: Ranks) -> None:
+    for schedule, is_warm in (("1f1b", False), ("zb-v", True)):
+        assert world.run(plays, schedule, is_warm, ranks=2) == [{}, {}]
+
+
+class Criterion(nn.Module):
+    """A loss that holds a whole model, or some layers of it."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        penalty = torch.stack([parameter.abs().sum() for parameter in self.held.parameters()]).sum()
+        return mse_loss(output, target) + 0.1 * penalty
+
+
+def held(group: Any) -> tuple[str, float]:
+    """The error for a criterion that holds the model, and the error of gradients of one that holds the last layer."""
+    with raises(zb.InputError, name="layers.0.weight") as caught:
+        model = made()
+        zb.Pipeline(zb.split(model, example=X[:2]), "1f1b", 2, Criterion(model), group=group)
+    model, whole = made(), made()
+    one_device(whole, lambda model: Criterion(model.layers[3]))
+    with zb.Pipeline(zb.split(model, example=X[:2]), "1f1b", 2, Criterion(model.layers[3]), group=group) as pipe:
+        pipe.step(X, X)
+        return str(caught.value), largest_error(pipe, model, whole)
+
+
+def largest_error(pipe: zb.Pipeline, model: nn.Module, whole: nn.Module) -> float:
+    own = set(pipe.parameters())
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    errors = [(ours.grad - theirs.grad).abs().max().item() for ours, theirs in pairs if ours in own]  # type: ignore[operator]
+    return max(errors)
+
+
+def test_modules_that_hold_the_model(world: Ranks) -> None:
+    (first, _), (second, _) = results = world.run(held, ranks=2)
+    assert first == second
+    assert max(error for _, error in results) < 1e-12
+
+
+class Returning(Model):
+    """Returns what its loss needs, and adds the losses of its layers."""
+
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x)
+        return output, self.latent
+
+
+class Adding(Layer):
+    """Adds to the loss what a layer computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        zb.nn.add_loss("late", 0.1 * self.late)
+        return y
+
+
+def remedied(group: Any) -> list[float]:
+    """The errors of gradients with the three remedies."""
+
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return mse_loss(output[0], target) + output[1].square().mean()
+
+    model, whole = Returning(), Returning()
+    for one in (model, whole):
+        torch.manual_seed(0)
+        one.layers = nn.ModuleList(Adding() for _ in range(4))
+    for x in X.chunk(2):
+        with zb.nn.collecting_losses() as added:
+            output = whole(x)
+        ((loss(output, x) + sum(added.values())) / 2).backward()
+    with zb.Pipeline(zb.split(model, example=X[:2]), "1f1b", 2, loss, group=group) as pipe:
+        pipe.step(X, X)
+        errors = [largest_error(pipe, model, whole)]
+        whole.penalty().backward()
+        for parameter in set(pipe.parameters()) - set(model.layers[0].parameters()):
+            assert parameter.grad is not None
+            parameter.grad.add_(2 * parameter.detach())
+        return [*errors, largest_error(pipe, model, whole)]
+
+
+def test_remedies(world: Ranks) -> None:
+    assert max(error for errors in world.run(remedied, ranks=2) for error in errors) < 1e-12
