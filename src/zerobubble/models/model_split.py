@@ -22,7 +22,7 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.models.cutting.by_hand import CUTS, ByHand, spelled_out, stages_by_hand
 from zerobubble.models.cutting.choice import UnitCost, Where, choose_cuts, joined_in_groups, joined_inside_blocks
 from zerobubble.models.cutting.costs import COUNTING, Machine, estimated_layers
-from zerobubble.models.cutting.cut import ModelCut, crossings, cut_at, groups_in_order, parts_of_the_output, units_in_order
+from zerobubble.models.cutting.cut import ModelCut, called_again, crossings, cut_at, groups_in_order, parts_of_the_output, units_in_order
 from zerobubble.models.cutting.parameter_names import ParameterNames, refuse_shared_memory
 from zerobubble.models.cutting.summary import StageSummary, cut_in_words
 from zerobubble.models.making.configuration import CONFIGURATION, is_configuration, maker_of
@@ -323,7 +323,9 @@ class ModelSplit:
 
     def _stages(self, num_stages: int) -> list[list[str]]:
         if self._by_hand is None:
-            names = self._opened_for(choose_cuts(self.layers(COUNTING), self._where(num_stages), self._other_ways))
+            names = self._opened_for(
+                choose_cuts(self.layers(COUNTING), self._where(num_stages), self._other_ways + called_again(self._flow))
+            )
             return stages_by_hand(names or [], self._order, frozenset())
         blocks = self._units.layers or frozenset(self._units.units)
         stages = stages_by_hand(self._by_hand, self._order, blocks, parts_of_the_output(self._flow))

@@ -118,12 +118,13 @@ def _estimate(unit: nn.Module, called: CallRecord, flows_back: bool, known: Resu
 
 
 def _run_or_guess(unit: nn.Module, called: CallRecord, flows_back: bool) -> Estimate:
-    """Estimates a call; if the unit cannot run on the meta device, B and W are assumed to take as long as F."""
+    """Estimates a call; if the unit cannot run alone on the meta device, B and W are assumed to take as long as F."""
     message = sum(map(_bytes, called.form.tensors))
     try:
         with _disable_current_modes():
             return _run(unit, called.given, flows_back, message)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # its code reads values, or does not support the meta device
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        # Its code reads values, does not support the meta device, or needs what an earlier call has kept.
         trains = _trains(unit)
         return Estimate(called.flops, called.flops * flows_back, called.flops * trains, message, message * trains, message)
 

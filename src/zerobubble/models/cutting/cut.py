@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -76,6 +77,15 @@ def crossings(flow: Dataflow, cut: ModelCut) -> Crossings:
 def units_in_order(flow: Dataflow) -> list[str]:
     """Returns the called units, each after those whose output it takes, otherwise in the order of their first calls."""
     return [unit for group in groups_in_order(flow) for unit in group]
+
+
+def called_again(flow: Dataflow) -> str:
+    """Returns the unit that the model loops back to, with a remedy, as the end of a sentence; empty if there is none."""
+    counts = Counter(call.unit for call in flow.calls)
+    again = [unit for group in groups_in_order(flow) if len(group) > 1 for unit in group if counts[unit] > 1]
+    if not again:
+        return ""
+    return f"; the model returns to {again[0]!r}: call another module there, with what the first call keeps among its arguments"
 
 
 def groups_in_order(flow: Dataflow) -> list[list[str]]:
