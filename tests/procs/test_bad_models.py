@@ -13,6 +13,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zerobubble as zb
 from tests.device import DEVICE
@@ -98,6 +99,74 @@ def divided(group: Any, *names: str) -> nn.Module:
     return model
 
 
+class Packed(nn.Module):
+    """A recurrent layer on sequences of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=x.size(1))[0]
+
+
+class Tagger(nn.Module):
+    """Packs sequences between its parts, or inside of a part."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(8, WIDTH)
+        self.packed = Packed()
+        self.layer = self.packed if inside else self.packed.layer
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        x = self.layer(x, lengths) if isinstance(self.layer, Packed) else Packed.forward(self, x, lengths)  # type: ignore[arg-type]
+        return self.head(x)
+
+
+class Norm(nn.Module):
+    """Divides by a deviation, which it keeps, and multiplies by it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, *, back: bool = False) -> Tensor:
+        if back:
+            return x * self.deviation / self.scale
+        self.deviation = x.std(1, keepdim=True).detach()
+        return x / self.deviation * self.scale
+
+
+class Renorm(nn.Module):
+    """Multiplies by the deviation that it gets."""
+
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        self.scale = norm.scale
+
+    def forward(self, x: Tensor, deviation: Tensor) -> Tensor:
+        return x * deviation / self.scale
+
+
+class Returning(nn.Module):
+    """Returns to its first part at the end, or calls another part with what the first one would keep."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__()
+        self.layers = row()
+        self.norm = Norm()
+        self.renorm = None if returns else Renorm(self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(self.norm(x))
+        return self.norm(y, back=True) if self.renorm is None else self.renorm(y, x.std(1, keepdim=True).detach())
+
+
 def sparse() -> nn.Module:
     model = row()
     model[1].weight = nn.Parameter(torch.eye(WIDTH).to_sparse())
@@ -114,6 +183,11 @@ CASES: dict[str, tuple[Callable[[Any], Any], Stated]] = {
         lambda group: zb.split(DistributedDataParallel(row(), process_group=group), example=X),
         ("zb.split", "DistributedDataParallel", "mesh="),
     ),
+    "packed between parts": (
+        lambda _: zb.split(Tagger(inside=False), example=(IDS, torch.tensor([4, 2]))),
+        ("PackedSequence", "pack_padded_sequence", "pad_packed_sequence"),
+    ),
+    "returning to a part": (lambda _: zb.split(Returning(returns=True), example=torch.eye(WIDTH)), ("'norm'", 1)),
     "DataParallel inside": (lambda _: zb.split(row(DataParallel(row())), example=X), ("module '3'", "DataParallel")),
     "FullyShardedDataParallel": (
         lambda group: zb.split(FullyShardedDataParallel(row(), process_group=group, device_id=DEVICE), example=X),
@@ -159,6 +233,24 @@ def test_a_model_that_cannot_be_cut_is_one_error_on_every_rank(world: Ranks, cas
     first, second = world.run(refused, case, ranks=2)
     assert first == second
     states(first, *CASES[case][1])
+
+
+def remedied(group: Any) -> float:
+    """The largest error of the loss of models that follow the remedies of two errors."""
+    x, ids = torch.eye(8, WIDTH), torch.arange(32).view(8, 4) % 8
+    lengths = torch.tensor([4, 2, 3, 4, 1, 2, 3, 4])
+    errors = []
+    for model, arguments in ((Tagger(inside=True), (ids, lengths)), (Returning(returns=False), (x,))):
+        target = torch.zeros_like(model(*arguments)).detach()
+        example = tuple(argument[:2] for argument in arguments)
+        with zb.Pipeline(zb.split(model, example=example), "1f1b", 4, nn.functional.mse_loss, group=group) as pipe:
+            expected = nn.functional.mse_loss(model(*arguments), target)
+            errors.append(abs(pipe.step(arguments, target) - expected).item())
+    return max(errors)
+
+
+def test_remedies_make_models_right(world: Ranks) -> None:
+    assert max(world.run(remedied, ranks=2)) < 1e-6
 
 
 def around_the_split(group: Any) -> tuple[str, float]:

@@ -128,6 +128,7 @@ class ShapeOnlyUnit:
         except (RuntimeError, ValueError) as error:
             error.__context__ = None  # attempts before it, which failed the same way
             refuse_left_in_arguments(self.name, [tensor for made in tried for tensor in made.living()], *given.given)
+            _refuse_packed(self.name, error)
             raise
 
     def _first_that_runs(self, key: tuple[Any, ...], given: Opened, tried: list[_Made]) -> Seen:
@@ -234,6 +235,16 @@ def shape_only_units(units: Mapping[str, nn.Module]) -> dict[str, ShapeOnlyUnit]
     for unit in units.values():
         memo |= _other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
     return {name: ShapeOnlyUnit(name, unit, shared[equivalents[name]], memo) for name, unit in units.items()}
+
+
+def _refuse_packed(name: str, error: Exception) -> None:
+    """Refuses a unit that takes or returns a PackedSequence, whose lengths must be on the CPU."""
+    if "PackedSequence" in str(error):
+        raise InputError(
+            "part {name!r} takes or returns a PackedSequence, which cannot be sent to other stages",
+            name=name,
+            remedy="call pack_padded_sequence, the recurrent layer and pad_packed_sequence in the forward of one submodule",
+        ) from None
 
 
 def _refuse_changed(name: str, leaves: list[Any], structure: pytree.TreeSpec, arguments: Any) -> None:

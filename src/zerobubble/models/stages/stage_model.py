@@ -312,7 +312,7 @@ def stage_model(
         names = [name for name, home in cut.stage_of.items() if home == stage]
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
-own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
+    own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
     own |= {"follow_model": follow_model, "give_back": give_back, "__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
     own["set_elsewhere"] = SetElsewhere(observed.shape_only_by_name, cut, stage, follower).attributes
     made.__class__ = with_own(type(model), own)
