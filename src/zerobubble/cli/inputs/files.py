@@ -75,7 +75,11 @@ def require_size(name: str, passes: int, most: int = MOST_PASSES) -> None:
     """Raises `InputError` if a schedule has more passes than the command line accepts."""
     if passes > most:
         raise InputError(
-            "{name} would have up to {passes:,} passes; the command line takes at most {most:,}", name=name, passes=passes, most=most
+            "{name} would have up to {passes:,} passes; the command line takes at most {most:,}",
+            name=name,
+            passes=passes,
+            most=most,
+            remedy="give fewer microbatches or ranks, or call zb.make and zb.simulate in Python",
         )
 
 
@@ -120,5 +124,6 @@ def read_text(file: str) -> str:
     except ValueError as error:
         raise InputError("cannot read {file}: it is not UTF-8 text", file=shown_name(file)) from error
     if text is None:
-        raise InputError("{file} has more than {most:,} bytes, the maximum of the command line", file=shown_name(file), most=MOST_BYTES)
+        message = "{file} has more than {most:,} bytes, the maximum of the command line"
+        raise InputError(message, file=shown_name(file), most=MOST_BYTES, remedy="load it in Python, such as by zb.io.load_schedule")
     return text
