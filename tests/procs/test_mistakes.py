@@ -6,6 +6,7 @@ Calls of `nn.Module` on a pipeline leave it open.
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import sys
@@ -45,11 +46,13 @@ ON_ONE_PIPELINE: list[tuple[Mistake, Stated]] = [
     (lambda pipe: pipe.state_dict(), ("state_dict", "zb.save")),
     (lambda pipe: pipe.module, ("module", "zb.gathered")),
     (copy.deepcopy, ("Pipeline", "zb.split")),
+    (lambda pipe: torch.save(pipe, io.BytesIO()), ("Pipeline", "zb.save")),
+    (zb.gathered, ("Pipeline", "zb.split")),  # type: ignore[list-item]
     (lambda pipe: list(pipe), ("pipe.parameters", "pipe.modules")),  # type: ignore[call-overload]
     (lambda pipe: torch.optim.SGD(pipe, lr=0.1), ("pipe.parameters",)),  # type: ignore[arg-type]
     (lambda pipe: torch.optim.SGD(pipe.parameters, lr=0.1), ("pipe.parameters()",)),  # type: ignore[arg-type]
     (lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters, 1.0), ("pipe.parameters()",)),  # type: ignore[arg-type]
-    (lambda pipe: nn.parallel.DistributedDataParallel(pipe), ("pipe.modules.values",)),  # type: ignore[arg-type]
+    (lambda pipe: nn.parallel.DistributedDataParallel(pipe), ("zb.Pipeline", "mesh=")),  # type: ignore[arg-type]
     (lambda pipe: pipe.step(*batch(M)).backward(), ("pipe.step", ".grad")),
     (lambda pipe: (pipe.step(*batch(M)) / 2).backward(), ("pipe.step", ".grad")),
     (lambda pipe: torch.autograd.backward([pipe.step(*batch(M))]), ("pipe.step", ".grad")),

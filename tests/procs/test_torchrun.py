@@ -151,3 +151,51 @@ def test_two_jobs_of_a_machine_train_apart_and_each_ends_with_its_agent(jobs: li
     # A job that ends while it writes or replaces a checkpoint leaves temporary files, which its next checkpoint removes.
     temporary = ("saved.writing-", "saved.written-", "saved.before-")
     assert not [name for job in jobs for name in job.left_behind() if not name.startswith(temporary)]
+
+
+FAILING = """
+import torch
+from torch import distributed as dist, nn
+import zerobubble as zb
+
+dist.init_process_group("gloo")
+
+
+def build(stage, num_stages):
+    torch.manual_seed(stage)
+    return nn.Linear(4, 4)
+
+
+def boom(*_):
+    raise ValueError("boom")
+
+
+pipe = zb.Pipeline(build, "zb-h1", 4, nn.functional.mse_loss)
+if pipe.rank == 1:
+    pipe.modules[1].register_forward_hook(boom)
+pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("traceback", ["", "full"])
+def test_the_screen_ends_with_the_rank_that_failed(tmp_path: Path, traceback: str) -> None:
+    """The pass, the fault and the line. The other rank says in one line that it stopped."""
+    program = tmp_path / "train.py"
+    program.write_text(FAILING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "ZEROBUBBLE_TRACEBACK": traceback}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+    assert done.returncode == 1
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip("= ")]
+    place = f"{program}:{1 + FAILING[: FAILING.index('raise')].count(chr(10))}"
+    assert re.fullmatch(rf"rank 1 failed at 'run 1F0' .*ValueError: boom \({re.escape(place)}\)", lines[-1])
+    first, failed = ([line for line in lines if line.startswith(f"[rank{rank}]")] for rank in (0, 1))
+    internal = [line for line in first + failed if f"zerobubble{os.sep}runtime" in line]
+    if traceback == "full":
+        assert len(internal) > 5
+    else:
+        assert not internal
+        (stopped,) = first
+        assert f"rank 0 stopped at {program}:" in stopped
+        assert any(str(program) in line for line in failed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
@@ -22,6 +23,9 @@ _STAGES = "each rank has its own stages: call {name}(...) on each of pipe.module
 _GRADIENTS = "pipe.step adds gradients, so clear them with optimizer.zero_grad() of the optimizer over pipe.parameters()"
 _WEIGHTS = "zb.gathered(model) brings the trained weights into the model given to zb.split"
 _COMPILE = "give zb.Pipeline(..., split='compiled'), which compiles the parts of each stage"
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "accelerate", "deepspeed")
+"""Packages that wrap a module in replicas or shards."""
+_WRAPPED = "a pipeline is not wrapped: give zb.Pipeline(..., mesh=...) for replicas of it, or for sharded stages"
 _LOOKED_UP_TO_COMPILE = "_torchdynamo_orig_callable"
 """The attribute that `torch.compile` looks up first in what it compiles."""
 _INSTEAD = {
@@ -56,9 +60,8 @@ class RefusesModuleCalls:
 
     def __iter__(self) -> Iterator[Any]:
         """Raises `InputError`: iterate over `parameters()` or `modules`."""
-        raise InputError(
-            "a Pipeline has no elements", remedy="pass pipe.parameters() to an optimizer; pipe.modules has the stages of this rank"
-        )
+        remedy = "pass pipe.parameters() to an optimizer; pipe.modules has the stages of this rank"
+        raise InputError("a Pipeline has no elements", remedy=_unless_wrapped(remedy))
 
     if not TYPE_CHECKING:
 
@@ -68,9 +71,20 @@ class RefusesModuleCalls:
                 raise InputError("torch.compile cannot compile a Pipeline", remedy=_COMPILE)
             if name.startswith("_"):
                 raise AttributeError(f"'Pipeline' object has no attribute {name!r}", name=name, obj=self)
-            remedy = _INSTEAD.get(name, _STAGES if hasattr(nn.Module, name) else "").format(name=name)
-            remedy = remedy or f"{near(name, dir(type(self)))}help(zb.Pipeline) lists its methods"
+            remedy = _unless_wrapped(_remedy(name, dir(type(self))))
             raise MissingNameError("a Pipeline has no {attribute}", attribute=name, remedy=remedy)
+
+
+def _unless_wrapped(remedy: str) -> str:
+    """Returns `remedy`, or that for a wrapper of modules if one makes the call two frames above."""
+    return _WRAPPED if sys._getframe(2).f_globals.get("__name__", "").startswith(_WRAPPERS) else remedy
+
+
+def _remedy(name: str, known: Iterable[str]) -> str:
+    """Returns what to do in place of the attribute `name` of a pipeline, which has the `known` ones."""
+    if name in _INSTEAD or hasattr(nn.Module, name):
+        return _INSTEAD.get(name, _STAGES).format(name=name)
+    return f"{near(name, known)}help(zb.Pipeline) lists its methods"
 
 
 class StageModules(dict[int, nn.Module]):
@@ -78,10 +92,8 @@ class StageModules(dict[int, nn.Module]):
 
     def __call__(self) -> NoReturn:
         """Raises `InputError`: `modules` of a pipeline is no method."""
-        raise InputError(
-            "pipe.modules is a dict of this rank's stages, and is not called",
-            remedy="write pipe.modules.values(), or module.modules() for each of them",
-        )
+        remedy = _unless_wrapped("write pipe.modules.values(), or module.modules() for each of them")
+        raise InputError("pipe.modules is a dict of this rank's stages, and is not called", remedy=remedy)
 
 
 class NotYetCalled(partial[R]):

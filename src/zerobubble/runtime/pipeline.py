@@ -468,7 +468,8 @@ class Pipeline(RefusesModuleCalls):
         """Restores what `step_state` returned, on every rank. Raises `InputError` for the state of a hook that is not attached."""
         self._steps.load_state_dict(state)
 
-    state_dict, load_state_dict, __deepcopy__ = refused("state_dict", "save"), refused("load_state_dict", "load"), refuse_copy
+    state_dict, load_state_dict = refused("state_dict", "save"), refused("load_state_dict", "load")
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     @property
     def recording(self) -> bool:
