@@ -27,9 +27,10 @@ def refused(method: str, call: str) -> Callable[..., NoReturn]:
 def refuse_copy(self: object, *_: Any) -> NoReturn:
     """Raises `InputError`, in place of `__deepcopy__` and `__reduce_ex__`."""
     kind = type(self).__name__
+    what = "a {got}" if kind == "Pipeline" else "a {got} of a pipeline"
     raise InputError(
-        "{got} cannot be copied or pickled: it runs with the other stages and ranks only",
-        got="a Pipeline" if kind == "Pipeline" else f"a {kind} of a pipeline",
+        f"{what} cannot be copied or pickled: it runs with the other stages and ranks only",
+        got=kind,
         remedy="copy the model before zb.split, or inside zb.gathered(model), and give the copy to zb.split, too; average weights by "
         "torch._foreach_lerp_(averages, list(pipe.parameters()), weight); save with zb.save",
     )
