@@ -12,7 +12,7 @@ TORCHES := 2.6.0 2.15.0
 # Some containers set it. Then each worker, rank and command of the tests compiles every source anew, for minutes in all.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv gpu demo quick mutants test test-long test-integrations test-all test-versions lint docs gallery playground bench clean
+.PHONY: help venv gpu demo quick mutants test test-long test-integrations test-all test-versions package lint docs gallery playground bench clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ test-versions: $(READY) ## run the process tests on the oldest and the newest to
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	  $(VENV)-torch-$$torch/bin/python -m pytest -W default -m "sweep or not long" tests/procs tests/pure/test_export_torch.py || exit 1; \
 	done
+
+package: $(READY) ## build the distributions and run the wheel in empty environments of each Python that is here
+	$(RUN)/python -m tests.package
 
 lint: $(READY) ## check style, types and the import floors
 	$(RUN)/ruff check .
