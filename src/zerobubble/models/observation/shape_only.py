@@ -26,11 +26,12 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
-from zerobubble.models.observation.following import Snapshot, contents_of, modules_inside
+from zerobubble.models.observation.following import contents_of, modules_inside
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.recording import recording_separately, recording_state
 from zerobubble.models.observation.source_tracker import is_mark
 from zerobubble.runtime.device import of_kind
+from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
@@ -38,6 +39,7 @@ from zerobubble.runtime.values.random_state import forked
 
 _WANTS_GRADIENTS = "does not require grad"
 """Torch's message if a forward calls `torch.autograd.grad` under `no_grad`."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _REMEMBERED = 64
 """Maximum number of argument shapes in the cache of a unit."""
 
@@ -176,7 +178,7 @@ class ShapeOnlyUnit:
         arguments, structure = pytree.tree_flatten((args, kwargs))
         mappings = mappings_in(args, kwargs)
         held = [dict(mapping) for mapping in mappings]
-        before = {path: Snapshot(module, contents=True) for path, module in unit.named_modules()}
+        before = _attributes_in(unit)
         with (
             FlopCounter() as counter,
             _Made(self.name, unit, leaves) as made,
@@ -189,7 +191,7 @@ class ShapeOnlyUnit:
         form = OutputForm.from_output(pytree.tree_map_only(Tensor, _meta, (output, recorded, taken_out(held, mappings))))
         del output
         recorded.clear()
-        self._note_set(unit, before)
+        self.attributes_set.update(place for place, value in _attributes_in(unit).items() if before.get(place) != value)
         before.clear()
         refuse_left(self.name, made.left_outside_of(unit), args, kwargs)
         _refuse_changed(self.name, arguments, structure, (args, kwargs))
@@ -202,11 +204,15 @@ class ShapeOnlyUnit:
         written = tuple(name for name, (buffer, version) in own.items() if after.get(name) is not buffer or buffer._version != version)
         return Seen(form, counter.get_total_flops(), changed, written, made.mark())
 
-    def _note_set(self, unit: nn.Module, before: Mapping[str, Snapshot]) -> None:
-        for path, module in unit.named_modules():
-            if path in before and not before[path].holds():
-                changes = Snapshot(module, contents=True).since(before[path])
-                self.attributes_set.update((path, name) for name in changes.attributes)
+
+def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], list[Any]]:
+    """Returns by module and name the attributes in a unit, with what is inside of them. It reads none as far as `ResultCache.run` sees."""
+    return {
+        (path, name): [Identity(value), *contents_of(value)]
+        for path, module in unit.named_modules()
+        for name, value in dict.items(vars(module))
+        if name not in _OF_EVERY_MODULE
+    }
 
 
 @contextmanager

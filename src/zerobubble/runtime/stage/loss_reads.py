@@ -23,7 +23,7 @@ from zerobubble.units import counted
 
 _RETURN = "return what loss_fn needs from the model's forward"
 _ADD = "compute the term in the part, with zb.nn.add_loss"
-_PENALTY = "add the gradient of a penalty after step, by p.grad.add_(...) for p in pipe.parameters()"
+_PENALTY = "add the gradient of a penalty after step, by p.grad.add_(...) for p in {pipe}.parameters()"
 
 
 class SetAttribute(NamedTuple):
@@ -99,11 +99,12 @@ class LossReads:
         )
 
     def _refuse_tensor(self, name: str) -> InputError:
+        pipe = self._cut_model.pipe if self._cut_model is not None else "pipe"
         return self.note(
             InputError(
                 "loss_fn reads {name!r}, which is of another rank's stage, and the gradient of this term would be lost",
                 name=name,
-                remedy=f"{_PENALTY}, {_ADD}, or {_RETURN}",
+                remedy=f"{_PENALTY.format(pipe=pipe)}, {_ADD}, or {_RETURN}",
             )
         )
 
@@ -141,10 +142,11 @@ def refuse_model_in_loss(loss_fn: object, last: nn.Module) -> None:
         if id(parameter) in held and id(parameter) not in kept
     ]
     if foreign:
+        penalty = _PENALTY.format(pipe="pipe")
         raise InputError(
             "loss_fn is a module that holds {parameters} of other stages, such as {name!r}, and the last stage would train copies of them",
             parameters=counted(len(foreign), "parameter"),
             name=foreign[0],
-            remedy=f"keep the model out of it: {_PENALTY}, {_ADD}, or {_RETURN}; a loss_fn that calls methods of the model is a function, "
+            remedy=f"keep the model out of it: {penalty}, {_ADD}, or {_RETURN}; a loss_fn that calls methods of the model is a function, "
             "lambda output, target: ...",
         )
