@@ -99,12 +99,13 @@ class LossReads:
         )
 
     def _refuse_tensor(self, name: str) -> InputError:
-        pipe = self._cut_model.pipe if self._cut_model is not None else "pipe"
+        assert self._cut_model is not None
+        penalty = _PENALTY.format(pipe=self._cut_model.pipe)
         return self.note(
             InputError(
                 "loss_fn reads {name!r}, which is of another rank's stage, and the gradient of this term would be lost",
                 name=name,
-                remedy=f"{_PENALTY.format(pipe=pipe)}, {_ADD}, or {_RETURN}",
+                remedy=self._cut_model.instead or f"{penalty}, {_ADD}, or {_RETURN}",
             )
         )
 
