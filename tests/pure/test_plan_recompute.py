@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from random import Random
 
@@ -30,6 +30,7 @@ from zerobubble.planning.attempt import Budget
 from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.kernels.coarse_to_fine import coarsened
 from zerobubble.planning.problem.recomputation import Recomputation, level_choices, levels_for, parse_levels
+from zerobubble.planning.recompute import plan as recompute_plan
 from zerobubble.planning.recompute.plan import RecomputeSavings
 from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.search import search
@@ -245,12 +246,12 @@ def orders(waiting: list[list[Op]], row: tuple[Op, ...]) -> Iterator[tuple[Op, .
             yield from orders([*waiting[:place], own[1:], *waiting[place + 1 :]], (*row, own[0]))
 
 
-@pytest.mark.parametrize(("microbatches", "count"), [(2, 133), pytest.param(3, 11_496, marks=pytest.mark.long)])
-def test_no_schedule_at_all_beats_the_bound_and_the_plan_is_near_the_best(microbatches: int, count: int) -> None:
+@pytest.mark.parametrize(("microbatches", "number"), [(2, 133), pytest.param(3, 11_496, marks=pytest.mark.long)])
+def test_no_schedule_at_all_beats_the_bound_and_the_plan_is_near_the_best(microbatches: int, number: int) -> None:
     placement, levels = Placement.linear(2), (NONE, FULL)
     costs = replace(Costs.uniform(2, times=(3, 4, 2), comm=0.5), placement=placement).with_recompute(FULL)
     schedules = [(one, peak_memory(one, costs), metrics(one, costs)) for one in all_schedules(placement, microbatches)]
-    assert len(schedules) == count
+    assert len(schedules) == number
     alone = replace(costs, further=())
     for share in (1.1, 1.6, 2.0, 3.0):
         limits = Limits((round(share * 1_000_000),) * 2)
@@ -496,3 +497,17 @@ def test_passes_that_overlap_are_planned_with_recomputation(mode: str, memory: f
     assert not schedule_faults(found.schedule)
     assert found.time is not None
     assert found.bound.time <= found.time
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_choices_of_levels_are_tried_until_the_budget_is_over(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """On a clock that stands still, all are; on one on which every look takes an hour, one on each placement is."""
+    listed: list[str] = []
+    clock = count(0, 3600 if is_late else 0)
+    monkeypatch.setattr(recompute_plan, "perf_counter", lambda: float(next(clock)))
+    before = recompute_plan._listed
+    monkeypatch.setattr(recompute_plan, "_listed", lambda name, *rest: (listed.append(name), before(name, *rest))[1])
+    found = plan(WORK, 6, 1.5, placements=["vee", "linear"], recompute="auto", seconds=0.2)
+    assert found.order is not None
+    choices = {name: sum(other == name for other in listed) for name in ("vee", "linear")}
+    assert choices == {"vee": 1, "linear": 1} if is_late else min(choices.values()) > 1

@@ -46,11 +46,13 @@ class Price(NamedTuple):
 
 
 @takes()
-def bounds_with_recompute(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: Sequence[Level]) -> Bounds:
+def bounds_with_recompute(
+    placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: Sequence[Level], is_quick: bool = False
+) -> Bounds:
     """Computes lower bounds for schedules in which each forward has one of `levels`.
 
     The memory limits are ignored if a rank cannot hold even one microbatch. A level that keeps everything and takes no time stands for a
-    forward that is not recomputed.
+    forward that is not recomputed. `is_quick` leaves out the slack bound, which takes most of the time.
 
     >>> import zerobubble as zb
     >>> costs, limits = zb.Costs.uniform(2, times=(10, 10, 10)), zb.Limits((1_100_000,) * 2)
@@ -64,23 +66,26 @@ def bounds_with_recompute(placement: Placement, num_microbatches: int, costs: Co
     if saves_time(costs):
         by_level = zip(*(without_savings(placement, plain.with_recompute(level)) for level in levels), strict=True)
         shorter = zip(without_savings(placement, plain), by_level, strict=True)
-        alone = [_bounds_by_level(placement, num_microbatches, each, limits, each_by_level) for each, each_by_level in shorter]
+        alone = [_bounds_by_level(placement, num_microbatches, each, limits, each_by_level, is_quick) for each, each_by_level in shorter]
         passes = strongest(alone).with_remark(remark_on_savings(costs))
     else:
-        passes = _bounds_by_level(placement, num_microbatches, plain, limits, [plain.with_recompute(level) for level in levels])
+        by_level_of_plain = [plain.with_recompute(level) for level in levels]
+        passes = _bounds_by_level(placement, num_microbatches, plain, limits, by_level_of_plain, is_quick)
     return with_sums(passes, placement, num_microbatches, costs)
 
 
-def _bounds_by_level(placement: Placement, num_microbatches: int, plain: Costs, limits: Limits, by_level: Sequence[Costs]) -> Bounds:
+def _bounds_by_level(
+    placement: Placement, num_microbatches: int, plain: Costs, limits: Limits, by_level: Sequence[Costs], is_quick: bool
+) -> Bounds:
     """`bounds_with_recompute` for one set of costs: `plain` has no recomputation, `by_level` has the recompute columns of each level."""
     if not plain.shares:
-        return _bounds(placement, num_microbatches, plain, limits, tuple(map(_level_in, by_level)))
+        return _bounds(placement, num_microbatches, plain, limits, tuple(map(_level_in, by_level)), is_quick)
     least = list(map(min, *(costs.column("recompute") for costs in by_level), by_level[0].column("recompute")))
     worked = plain.with_columns(recompute=least, held_input=[0] * plain.num_stages)
 
     def bounds_of_equal(count: int, share: float) -> Bounds:
         levels = tuple(_level_in(costs.scaled(share)) for costs in by_level)
-        return _bounds(placement, count, plain.scaled(share), limits, levels)
+        return _bounds(placement, count, plain.scaled(share), limits, levels, is_quick)
 
     return bounds_with_shares(placement, worked, (*WORK, Kind.R), bounds_of_equal)
 
@@ -91,7 +96,7 @@ def _level_in(costs: Costs) -> Level:
 
 
 @lru_cache(maxsize=64)
-def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: tuple[Level, ...]) -> Bounds:
+def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: tuple[Level, ...], is_quick: bool) -> Bounds:
     """The bounds, cached for plans that differ only in the levels of their stages."""
     fits = not shortage_with_recompute(placement, costs, limits, [levels] * placement.num_stages)
     kept = tuple(round(min(level.kept_in(stage) for level in levels) * held) for stage, held in enumerate(costs.held_after_f))
@@ -112,7 +117,7 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
     known = Bounds(span, makespan)
     passes = 3 * placement.num_stages * num_microbatches
     tries = next((tries for most, tries in TRIES_BY_PASSES if passes <= most), 0)
-    if not fits or not tries:
+    if not fits or not tries or is_quick:
         return known
     groups = microbatch_groups(costs, num_microbatches, levels)
     slack = Slack(placement, limits, groups)

@@ -78,6 +78,10 @@ class Budget(NamedTuple):
         """One of `parts` equal parts. Seconds are divided among the parts left after `done` parts took `spent`."""
         return Budget(max(0.0, self.seconds - spent) / (parts - done), None if self.evaluations is None else self.evaluations // parts)
 
+    def end(self, started: float) -> float:
+        """When the seconds are over that began at `started` of `perf_counter`; infinite if the clock must not decide."""
+        return float("inf") if self.evaluations is not None or self.is_empty else started + self.seconds
+
     @property
     def for_seeds(self) -> float:
         """Seconds for making seeds; infinite if the clock must not decide."""
@@ -90,6 +94,12 @@ class Budget(NamedTuple):
     def lasts_for_check(self, problem: Problem) -> bool:
         """Whether there is time for more than checking an answer; always true if the clock must not decide."""
         return self.evaluations is not None or self.seconds > CHECK_SECONDS * problem.num_passes
+
+    def lasts_for_slack(self, passes: int) -> bool:
+        """Whether the bounds with recomputation of this many passes take a small part of the budget; always true if the clock must not
+        decide.
+        """
+        return self.evaluations is not None or self.is_empty or SLACK_SECONDS * passes <= SLACK_SHARE * self.seconds
 
     def lasts_for_windows(self, problem: Problem) -> bool:
         """Whether the window bound takes at most a small part of the budget, or of `SECONDS_COUNTED` if the clock must not decide."""
@@ -133,6 +143,9 @@ LENGTHENED_TRIES = 3
 
 CHECK_SECONDS = 4e-6
 """Seconds per pass to check and play an answer."""
+
+SLACK_SECONDS, SLACK_SHARE = 1.2e-4, 0.3
+"""Seconds per pass to compute the slack bound, and the share of the budget that it may take on all placements."""
 
 WINDOWS_SECONDS = 1e-5
 """Seconds per pair of passes on one rank to compute the window bound; a tenth of that if it finds nothing."""

@@ -187,7 +187,11 @@ def plan_head(
         for more in (EXTRA_MICROBATCHES if limited else EXTRA_MICROBATCHES[:1])
     ]
     plans = [problems for problems in (whole, *variants) if problems]
-    found = [searches.best_of(problems, budget.share(len(plans))) for problems in plans]
+    found: list[Plan] = []
+    for problems in plans:
+        if len(found) > 1 and perf_counter() > budget.end(started + searches.compiling):
+            break
+        found.append(searches.best_of(problems, budget.share(len(plans))))
     when_whole = min(choice.plan.bound for choice in found[0].choices)
     when_divided = min(may_recompute(problem, offered).bound() for problem in divided.values())
     played = [HeadOption(0, choice.plan, when_whole) for choice in found[0].choices if choice.plan.order is not None]

@@ -165,6 +165,8 @@ def plan_offloaded(
     with CtrlC() as ctrl_c:
         if not plans[0].interrupted and (best.time is None or best.time > bound.time):
             for more in _with_more_memory(problems, ample):
+                if perf_counter() > budget.end(started + sum(each.compiling for each in plans)):
+                    break
                 plans.append(search(more, budget.part(MORE_MEMORY), seed))
                 if plans[-1].interrupted:
                     break

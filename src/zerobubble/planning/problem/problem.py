@@ -314,18 +314,19 @@ class Problem(Displayed):
             )
         return shortage(self.placement, self.costs, self.limits, sizes)
 
-    def bounds(self) -> Bounds:
+    def bounds(self, is_quick: bool = False) -> Bounds:
         """Lower bounds on span and makespan; without limits if nothing can run.
 
         With recomputation they hold for every choice of offered levels, by stage and microbatch. With a host they are those for unlimited
-        memory. With sharded weights they ignore gathers, which only make a schedule longer.
+        memory. With sharded weights they ignore gathers, which only make a schedule longer. `is_quick` leaves out the slow part
+        of the bounds with recomputation.
         """
         if self.is_forward_only:
             return bounds_forward(self.placement, self.num_microbatches, self.costs)
         limits = self.limits if self.host is None else None
         if self.recomputation is not None and not self.has_divided_head:
             memory = limits or Limits((MAX_LIMIT,) * self.placement.num_ranks)
-            return bounds_with_recompute(self.placement, self.num_microbatches, self.costs, memory, self.recomputation.offered)
+            return bounds_with_recompute(self.placement, self.num_microbatches, self.costs, memory, self.recomputation.offered, is_quick)
         if self.has_divided_head:
             levels = () if self.recomputation is None else self.recomputation.offered
             limits = limits if levels or not self.shortage_reason else None
@@ -342,9 +343,9 @@ class Problem(Displayed):
         """The time of `schedule` that a search minimizes, in ns."""
         return self.objective.measure(simulate(schedule, self.costs))
 
-    def bound(self) -> Bound:
-        """The lower bound on the objective."""
-        bounds = self.bounds()
+    def bound(self, is_quick: bool = False) -> Bound:
+        """The lower bound on the objective; `is_quick` as in `bounds`."""
+        bounds = self.bounds(is_quick)
         return bounds.span if self.objective is Objective.PERIOD else bounds.makespan
 
     @property

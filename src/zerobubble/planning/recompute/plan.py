@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from zerobubble.bounds import Bound
@@ -147,9 +148,13 @@ def plan_recomputing(
 
     If `NONE` is offered, none is slower than what the first part of the budget finds without recomputation.
     """
-    is_free, levels = NONE in offered, tuple(offered)
+    is_free, levels, begun = NONE in offered, tuple(offered), perf_counter()
     plain = {name: with_levels(problem, levels if is_free else (NONE,), NONE) for name, problem in problems.items()}
-    started = [start_attempt(name, problem, budget.part(WITHOUT).share(len(plain))) for name, problem in plain.items()]
+    is_quick = not budget.lasts_for_slack(sum(problem.num_passes for problem in plain.values()))
+    started = [
+        start_attempt(name, problem, budget.part(WITHOUT).share(len(plain)), known=problem.bound(is_quick))
+        for name, problem in plain.items()
+    ]
     compiling = compile_search(started, budget)
     started = [with_sharper_bound(attempt, budget) for attempt in started]
     without = _searched(started, budget.part(WITHOUT), seed, on_progress)
@@ -159,10 +164,13 @@ def plan_recomputing(
     found, pool = [], without if is_free else []
     with CtrlC() as ctrl_c:
         compiling += 0.0 if budget.is_empty else compile_kernels(recompute=True)
-        known = {attempt.name: attempt.plan.bound for attempt in started if is_free and attempt.can_improve}
-        found = _searched(_short_list(problems, levels, budget, known), budget.part(WITH), seed, on_progress)
+        windows = {attempt.name: attempt.plan.bound for attempt in started if is_free and attempt.can_improve}
+        bounds = {name: with_levels(problem, levels, levels[0]).bound(is_quick) for name, problem in problems.items()}
+        begun += compiling
+        short_list = _short_list(problems, levels, budget, bounds, windows, budget.part(WITHOUT + WITH).end(begun))
+        found = _searched(short_list, budget.part(WITH), seed, on_progress)
         pool = [*pool, *found]
-        pool = [*pool, *_with_less_recompute(pool, budget.part(REDUCED), seed)]
+        pool = [*pool, *_with_less_recompute(pool, budget.part(REDUCED), seed, budget.end(begun))]
     if not pool:
         raise KeyboardInterrupt
     full = min((attempt for attempt in found if _is_full(attempt.plan.problem)), key=rank_key, default=None)
@@ -186,15 +194,26 @@ def _searched(attempts: Sequence[Attempt], budget: Budget, seed: int, on_progres
     return [replace(attempt, plan=with_weights_ordered(attempt.plan)) for attempt in served]
 
 
-def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], budget: Budget, known: Mapping[str, Bound]) -> list[Attempt]:
+def _short_list(
+    problems: Mapping[str, Problem],
+    offered: tuple[Level, ...],
+    budget: Budget,
+    bounds: Mapping[str, Bound],
+    windows: Mapping[str, Bound],
+    end: float,
+) -> list[Attempt]:
     """The choices of levels with the best first schedules, and full recomputation in addition.
 
-    A placement on which none fits has the level with the least memory, with the reason. `known` are window bounds by placement.
+    A placement on which none fits has the level with the least memory, with the reason. `bounds` hold for all levels, and `windows` are the
+    window bounds that are known, both by placement. After `end`
+    of `perf_counter`, only the choice with the least memory is tried on each placement.
     """
     listed: list[Attempt] = []
-    for name, problem in problems.items():
-        here = [_listed(name, with_levels(problem, offered, *levels), budget) for levels in level_choices(problem.placement, offered)]
-        here = _with_one_bound(here, budget, known.get(name))
+    for place, (name, problem) in enumerate(problems.items()):
+        now = perf_counter()
+        until = now + max(0.0, end - now) / (len(problems) - place)
+        here = _list_until(until, name, problem, offered, budget, bounds[name])
+        here = _with_one_bound(here, budget, windows.get(name))
         fitting = [attempt for attempt in here if attempt.plan.status is not Status.INFEASIBLE and attempt.plan.problem.recomputes_any]
         listed += fitting or here[:1]
     ranked = sorted(listed, key=rank_key)
@@ -206,9 +225,18 @@ def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], bud
     return [_with_seeds(attempt, budget.share(len(kept))) for attempt in kept]
 
 
-def _listed(name: str, problem: Problem, budget: Budget) -> Attempt:
+def _list_until(until: float, name: str, problem: Problem, offered: tuple[Level, ...], budget: Budget, bound: Bound) -> list[Attempt]:
+    """First schedules with the choices of levels on one placement, at least one."""
+    listed: list[Attempt] = []
+    for levels in level_choices(problem.placement, offered):
+        if listed and perf_counter() > until:
+            break
+        listed.append(_listed(name, with_levels(problem, offered, *levels), budget, bound))
+    return listed
+
+
+def _listed(name: str, problem: Problem, budget: Budget, bound: Bound) -> Attempt:
     """A first schedule: of the list scheduler, or the serial one without a budget."""
-    bound = problem.bound()
     if problem.shortage_reason:
         return Attempt(name, Plan(problem, Status.INFEASIBLE, bound, None, None, 0.0, "", problem.shortage_reason))
     attempt = Attempt(name, Plan(problem, Status.FEASIBLE, bound, None, None, 0.0, ""))
@@ -234,13 +262,16 @@ def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
     return replace(seeded, plan=shorter(attempt.plan, seeded.plan))
 
 
-def _with_less_recompute(attempts: Iterable[Attempt], budget: Budget, seed: int) -> list[Attempt]:
-    """The attempts with less recomputation; the best of them after a search with R's anywhere."""
+def _with_less_recompute(attempts: Iterable[Attempt], budget: Budget, seed: int, end: float) -> list[Attempt]:
+    """The attempts with less recomputation, those before `end`; the best of them after a search with R's anywhere."""
     ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.plan.order is not None]
-    nothing = budget.emptied
-    parts = [budget.share(SEARCHED_FURTHER)] * SEARCHED_FURTHER + [nothing] * len(ranked)
-    answers = [with_less_recompute(attempt.plan, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
-    return [replace(attempt, plan=plan) for attempt, plan in zip(ranked, answers, strict=True)]
+    reduced: list[Attempt] = []
+    for place, attempt in enumerate(ranked):
+        if reduced and perf_counter() > end:
+            break
+        part = budget.share(SEARCHED_FURTHER) if place < SEARCHED_FURTHER else budget.emptied
+        reduced.append(replace(attempt, plan=with_less_recompute(attempt.plan, part, seed, attempt.seeds)))
+    return reduced
 
 
 def _is_full(problem: Problem) -> bool:
