@@ -272,3 +272,64 @@ def test_stages_of_one_rank_that_would_count_twice_are_refused(world: Ranks) -> 
     assert first == second
     assert "'record'" in first[0]
     assert "'child.attribute'" in first[1]
+
+
+class Later(nn.Module):
+    """Counts its calls before its parts, and behind them from the fifth microbatch on, or once `threshold` is above 2."""
+
+    def __init__(self, *, early: bool) -> None:
+        super().__init__()
+        self.early, self.threshold, self.calls, self.late = early, 0, torch.zeros(()), 0
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        for layer in self.layers:
+            x = layer(x).tanh()
+        if (self.early and self.calls > 2 * MICROBATCHES) or self.threshold > 2:
+            self.late += 1
+        return x
+
+
+def later_counts(group: Any, schedule: str, *, early: bool, changes_on: int | None) -> list[int]:
+    """Returns the late count that this rank reads after each call; rank `changes_on` alone sets the threshold after the first one."""
+    counts, x = [], batch()
+    torch.manual_seed(0)
+    model = Later(early=early).double()
+    with zb.Pipeline(zb.split(model, example=x[:2]), schedule, MICROBATCHES, nn.functional.mse_loss, group=group) as pipe:
+        for number in range(4):
+            model.threshold = 3 if number and pipe.rank == changes_on else 0
+            pipe.eval_step(x) if number == 3 else pipe.step(x, x)
+            counts.append(model.late)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last", "early", "changes_on"),
+    [("1f1b", 1, True, None), ("zb-v", 0, True, None), ("1f1b", 1, False, 0), ("1f1b", 1, False, 1), ("zb-v", 0, False, 0)],
+)
+def test_the_last_stage_alone_decides_what_ranks_share(
+    world: Ranks, schedule: str, last: int, *, early: bool, changes_on: int | None
+) -> None:
+    counts = world.run(partial(later_counts, early=early, changes_on=changes_on), schedule, ranks=2)
+    expected = [0, 0, 2, 4] if early else [0, 2, 4, 6] if changes_on == last else [0] * 4
+    assert counts == [expected] * 2
+
+
+def late_refusals(group: Any) -> list[str]:
+    x = batch()
+    texts: list[str] = []
+    torch.manual_seed(0)
+    model = Later(early=True).double()
+    with zb.Pipeline(zb.split(model, example=x[:2]), "dualpipe", 4, nn.functional.mse_loss, group=group) as pipe:
+        pipe.step(x, x)
+        pipe.step(x, x)
+        for call in (lambda: pipe.step(x, x), lambda: pipe.eval_step(x)):
+            with pytest.raises(InputError) as error:
+                call()
+            texts.append(error.value.fields["names"])
+    return texts
+
+
+def test_a_later_count_along_two_routes_is_refused(world: Ranks) -> None:
+    assert world.run(late_refusals, ranks=2) == [["'late'"] * 2] * 2

@@ -209,7 +209,7 @@ class ModelSplit:
         self._renew_if_changed()
         cut = self.cut(num_stages)
         self._refuse_released(cut, stage)
-        self._refuse_counts()
+        self._refuse_counts(self._observed.counts() if self._has_routes else ())
         model, units = self._model, self._units
         if not self._source.is_given:
             model = self._source.as_it_is_cut(self._source.with_numbers(self._names.of_stage(cut, stage)))
@@ -217,8 +217,10 @@ class ModelSplit:
         if self._device is not None:
             self._refuse_moved_trace(self._device)
             _move_around(model, units, self._device)
-        is_alone = self._is_alone(stage)
-        made = stage_model(model, units, self._observed, cut, stage, self._traced, self._device, is_alone=is_alone)
+        is_alone, refuse_counts = self._is_alone(stage), self._refuse_counts if self._has_routes else None
+        made = stage_model(
+            model, units, self._observed, cut, stage, self._traced, self._device, is_alone=is_alone, refuse_counts=refuse_counts
+        )
         made.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
         if self._source.is_given:
             note_model(made, [self._source.untraced])
@@ -230,17 +232,21 @@ class ModelSplit:
         stages = [] if placement is None else [{number for _, number in placement.stages(rank)} for rank in range(placement.num_ranks)]
         return not any(stage in of_rank and len(of_rank) > 1 for of_rank in stages)
 
-    def _refuse_counts(self) -> None:
-        """Raises `InputError` for a model that counts, under a schedule whose routes each have a copy of the stages."""
-        num_routes = 1 if self._schedule is None else len(self._schedule.placement.routes)
-        counts = self._observed.counts() if num_routes > 1 else []
-        if counts:
+    @property
+    def _has_routes(self) -> bool:
+        """Whether the schedule has several routes, each with a copy of the stages."""
+        return self._schedule is not None and len(self._schedule.placement.routes) > 1
+
+    def _refuse_counts(self, names: Sequence[str]) -> None:
+        """Raises `InputError` for these counts of the model, under a schedule whose routes each have a copy of the stages."""
+        if names:
+            assert self._schedule is not None
             raise InputError(
                 "schedule {schedule!r} runs microbatches along {routes} routes, each of which would count its own {names} of the model",
-                schedule=self._schedule and self._schedule.name,
-                routes=num_routes,
-                names=", ".join(map(repr, counts)),
-                remedy="choose a schedule with one route, such as zb-v, or set the values before each step",
+                schedule=self._schedule.name,
+                routes=len(self._schedule.placement.routes),
+                names=", ".join(map(repr, names)),
+                remedy="choose a schedule with one route, such as zb-v",
             )
 
     def _refuse_moved_trace(self, device: torch.device) -> None:

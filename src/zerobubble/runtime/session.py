@@ -272,6 +272,7 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
         scales_gradients=options.scale == GRADIENTS,
         sums=options.scale == NONE,
         held=held.parameters,
+        has_state=setup.stages.has_state,
     )
     hooks = StepHooks(setup.stages.modules, guard.during)
     programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, gathered_bytes_of(options), setup.offloads)

@@ -44,6 +44,10 @@ class Changes(NamedTuple):
     attributes: list[str]
     entries: dict[str, list[Any]]
 
+    def set_names(self) -> set[str]:
+        """Returns the names of the attributes and buffers."""
+        return {*self.attributes, *self.entries.get("_buffers", ())}
+
 
 class Snapshot:
     """The state of a module at one time: its class, its attributes and the entries of its dicts.
@@ -350,9 +354,10 @@ class Follower:
         for followed in as_followed:
             followed.snapshot = followed.now()
 
-    def has_set(self) -> bool:
-        """Returns whether the call since `follow` has set anything in the copies."""
-        return any(followed.set_by_call() is not None for followed in self._followed)
+    def set_by_call(self) -> dict[str, set[str]]:
+        """Returns the names of attributes and buffers that the call since `follow` has set in the copies, by module."""
+        changes = {followed.name: followed.set_by_call() for followed in self._followed}
+        return {name: change.set_names() for name, change in changes.items() if change is not None and change.set_names()}
 
 
 def put_entries(copy: nn.Module, module: nn.Module, changes: Changes, dicts: tuple[str, ...], converted: Callable[[Any], Any]) -> None:

@@ -188,9 +188,14 @@ class ObservedModel:
         for name, now in self._states().items():
             for changed, since in ((self.changed, before), (self.changed_late, at_first_call)):
                 changes = now.since(since[name]) if name in since else None
-                names = () if changes is None else (*changes.attributes, *changes.entries.get("_buffers", ()))
-                if names:
+                if changes is not None and (names := changes.set_names()):
                     changed[name].update(names)
+
+    def late(self, set_by_call: Mapping[str, set[str]]) -> dict[str, set[str]]:
+        """Returns the names that a call of the last stage has or may have set, and other stages may not have set."""
+        modules = self.changed_late.keys() | set_by_call.keys()
+        late = {name: self.changed_late.get(name, set()) | set_by_call.get(name, set()) - self.changed.get(name, set()) for name in modules}
+        return {name: names for name, names in late.items() if names}
 
     def add(self, follower: Follower) -> None:
         """Adds the follower of a stage.
@@ -207,8 +212,7 @@ class ObservedModel:
 
     def counts(self) -> list[str]:
         """Returns the numbers and buffers around the units that forwards change."""
-        names = [(name, own, self._copies[name]) for name, changed in self.changed.items() for own in sorted(changed)]
-        return [join(name, own) for name, own, part in names if own in part._buffers or type(vars(part).get(own)) in (int, float)]
+        return counts_in(self._model, self.changed)
 
     def _changed_objects(self) -> dict[str, set[str]]:
         """Returns the attributes, by module around the units, whose objects forwards change."""
@@ -252,6 +256,12 @@ class ObservedModel:
             model = assemble(self._model, units, lambda name, _: self.shape_only_by_name[name].unit, lambda _, parameter: parameter)
             install_hooks(model, missing)
             self.has_hooks |= missing
+
+
+def counts_in(model: nn.Module, changed: Mapping[str, set[str]]) -> list[str]:
+    """Returns which names that have `changed`, by module, are those of numbers and buffers of `model`."""
+    names = [(name, own, model.get_submodule(name)) for name, own_names in changed.items() for own in sorted(own_names)]
+    return [join(name, own) for name, own, part in names if own in part._buffers or type(vars(part).get(own)) in (int, float)]
 
 
 class _Observed:

@@ -10,7 +10,7 @@ Such code takes effect on the stage of the unit; here, these calls do nothing.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from zerobubble.models.observation.example import refuse_sums, without_cache
 from zerobubble.models.observation.following import Changes, Follower
 from zerobubble.models.observation.handed_mappings import Put, entries_like, mappings_in, put_into
 from zerobubble.models.observation.late_state import late_state, put_late_state
-from zerobubble.models.observation.observed_model import ObservedModel
+from zerobubble.models.observation.observed_model import ObservedModel, counts_in
 from zerobubble.models.observation.recording import Recorder, install_hooks
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units
@@ -261,16 +261,19 @@ def stage_model(
     device: torch.device | None = None,
     *,
     is_alone: bool = True,
+    refuse_counts: Callable[[Sequence[str]], None] | None = None,
 ) -> nn.Module:
     """Returns stage `stage` of `model`: a module of the model's class, with the model's parameter names.
 
     Its stand-ins for parameters of other stages are on `device`, by default where these parameters are. If `model` is a trace, `traced` is
     the user's model, whose changes are refused except for the mode and values of tensors. Unless it `is_alone` on its rank, it has copies
-    of lists, dicts and other objects that the code around the units changes.
+    of lists, dicts and other objects that the code around the units changes. With several routes, `refuse_counts` raises `InputError` for
+    numbers and buffers that this code has set.
 
     The first stage is called like the model. It returns a dict, which becomes the named arguments of the next stage: the model's arguments,
     and the outputs of units that cross the boundary. The last stage returns the model's output.
     """
+    is_last = stage == cut.num_stages - 1
     current, follower, of_traced = _Current(), Follower(is_alone=is_alone), Follower()
     if traced is not None:
         for name, module in traced.named_modules():
@@ -295,17 +298,30 @@ def stage_model(
             follower.follow()
             return observed.follow()
 
-    def give_back(self: nn.Module, share: Callable[[Any], Any]) -> None:
+    def has_state(self: nn.Module) -> bool:
+        """Returns whether this is the last stage and has set what others may not; see `FollowsModel.has_state`."""
+        set_by_call = follower.set_by_call()
+        return gives(set_by_call) and bool(refuse_counts is not None or observed.late(set_by_call))
+
+    def gives(set_by_call: Mapping[str, set[str]]) -> bool:
+        """Returns whether this is the last stage, on a route of the call: an evaluation takes only one."""
+        return is_last and (refuse_counts is None or bool(set_by_call))
+
+    def give_back(self: nn.Module, share: Callable[[Any], Any] | None) -> None:
         """Gives the model what the code around its parts has set since `follow_model`; see `FollowsModel.give_back`."""
-        if not observed.changed_late and not follower.has_set():
+        set_by_call = follower.set_by_call()
+        if share is None and not set_by_call:
             return
-        is_last = stage == cut.num_stages - 1
+        counts: list[str] = []
         with making_tensors(), torch.no_grad(), observed.not_changing():
             follower.give_back()
-            if observed.changed_late:
-                late = share(late_state(model, observed.changed_late) if is_last else None)
-                if not is_last:
+            if share is not None:
+                mine = (late_state(model, observed.late(set_by_call)), counts_in(model, set_by_call)) if gives(set_by_call) else None
+                late, counts = share(mine)
+                if mine is None:
                     put_late_state(model, late)
+        if refuse_counts is not None:
+            refuse_counts(counts)
 
     def model_parts(self: nn.Module) -> list[Part]:
         """Returns the units of this stage."""
@@ -313,7 +329,8 @@ def stage_model(
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
     own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
-    own |= {"follow_model": follow_model, "give_back": give_back, "__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
+    own |= {"follow_model": follow_model, "has_state": has_state, "give_back": give_back}
+    own |= {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
     own["set_elsewhere"] = SetElsewhere(observed.shape_only_by_name, cut, stage, follower).attributes
     made.__class__ = with_own(type(model), own)
     return made

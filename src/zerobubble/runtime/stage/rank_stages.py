@@ -54,10 +54,14 @@ class FollowsModel(Protocol):
         """
         ...
 
-    def give_back(self, share: Callable[[Any], Any]) -> None:
+    def has_state(self) -> bool:
+        """Returns whether this is the last stage, and has set attributes or buffers since that other stages may not have set."""
+        ...
+
+    def give_back(self, share: Callable[[Any], Any] | None) -> None:
         """Gives the model the attributes and buffers that the stage has set since.
 
-        `share` returns the value of the rank with the last stage on all ranks, whose other values are None.
+        Unless the last stage `has_state`, `share` is None. Otherwise all ranks call it, and it returns the first value that is not None.
         """
         ...
 
@@ -108,7 +112,11 @@ class Stages:
         """Makes changes of models that `zb.split` has cut in their stages. Raises `InputError` for those that stages cannot follow."""
         self.num_changes += sum(module.follow_model() for module in self._of_models())
 
-    def give_back(self, share: Callable[[Any], Any]) -> None:
+    def has_state(self) -> bool:
+        """Returns whether the last stage of this rank has set state in a call; see `FollowsModel.has_state`."""
+        return any(last.has_state() for last in list(self._of_models())[-1:])
+
+    def give_back(self, share: Callable[[Any], Any] | None) -> None:
         """Gives the model what the last stage of this rank has set in a call; see `FollowsModel.give_back`."""
         for last in list(self._of_models())[-1:]:
             last.give_back(share)

@@ -55,11 +55,12 @@ class StepLosses:
             step are then `divisor` times too large: the number of microbatches of the whole batch, otherwise 1.
         sums: Whether the losses are summed instead: backward passes begin with them, and nothing is scaled.
         held: Returns the parameters of this rank's stages. In each step, one loss is searched for others.
+        has_state: Returns whether the model's code has set state on this rank, which has a last stage, that other ranks lack.
 
     The loss of a microbatch includes what stages added. After `close`, `losses` has those of all microbatches, and `added` the part of the
     mean that was added under each name. `requires_grad` then says whether the loss of any microbatch of the batch requires a gradient,
-    `output_requires_grad` whether any output of the model on this rank did, and `is_refused` whether `loss_fn` has a fault that all ranks
-    raise. `reads` finds such faults.
+    `output_requires_grad` whether any output of the model on this rank did, `has_state` whether any rank has such state, and `is_refused`
+    whether `loss_fn` has a fault that all ranks raise. `reads` finds such faults.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class StepLosses:
         scales_gradients: bool = False,
         sums: bool = False,
         held: Callable[[], Iterable[Tensor]] = tuple,
+        has_state: Callable[[], bool] = bool,
     ) -> None:
         self._peers = peers
         self.loss_fn = loss_fn
@@ -82,11 +84,12 @@ class StepLosses:
         self._scales_gradients = scales_gradients
         self._sums = sums
         self._held = held
+        self._has_state = has_state
         self.reads = LossReads()
         self.divisor = 1
         self.losses: Tensor | None = None
         self.added: dict[str, Tensor] = {}
-        self.requires_grad = self.output_requires_grad = self.is_refused = False
+        self.requires_grad = self.output_requires_grad = self.is_refused = self.has_state = False
         self.clear()
 
     def clear(self) -> None:
@@ -140,7 +143,7 @@ class StepLosses:
         self._sendings = []
         self._result = self.losses = None
         self._added, self.added = {}, {}
-        self.requires_grad = self.output_requires_grad = self.is_refused = False
+        self.requires_grad = self.output_requires_grad = self.is_refused = self.has_state = False
         self.reads.fault = None
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
@@ -359,13 +362,14 @@ class StepLosses:
         """Starts sending the losses that this rank knows to `others`, with this `number`, followed by the added losses by name."""
         if not others:
             return
+        self.has_state |= self._has_state()
         known = [loss for loss in self._known if loss is not None]
         values = iter(torch.stack(known).tolist() if known else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
         following = AddedLossReport.from_parts(self.added) if self.added else None
         num_following = 0 if following is None else len(following.numbers())
-        dtype = known[0].dtype if known else None
-        report = LossReport(dtype, number, self._weights_hash, num_following, self.requires_grad, self.is_refused, losses)
+        dtype, flags = known[0].dtype if known else None, (self.requires_grad, self.is_refused, self.has_state)
+        report = LossReport(dtype, number, self._weights_hash, num_following, *flags, losses)
         self._sendings = [self._peers.send_control(report, rank) for rank in others]
         if following is not None:
             self._sendings += [self._peers.send_control(following, rank) for rank in others]
@@ -400,6 +404,7 @@ class StepLosses:
 
     def _merge_report(self, source: int, report: LossReport) -> None:
         """Merges the losses that `source` knows. The rank that sums sends all of them, and the mean."""
+        self.has_state |= report.has_state
         if report.dtype is None:
             self._result = None
             return

@@ -22,7 +22,8 @@ class LossReport:
 
     `number` is the mean of all losses, from the rank that sums, or the total weight, from a rank that sends its losses. `weights_hash`
     differs if the weights of single microbatches do. `num_following` is the size of the `AddedLossReport` that follows, 0 if none does.
-    `requires_grad` says whether any of these losses requires a gradient, `is_refused` whether `loss_fn` has a fault that all ranks raise.
+    `requires_grad` says whether any of these losses requires a gradient, `is_refused` whether `loss_fn` has a fault that all ranks raise,
+    and `has_state` whether the model has set state on the rank.
     """
 
     topic: ClassVar[Topic] = Topic.LOSS
@@ -33,37 +34,25 @@ class LossReport:
     num_following: int
     requires_grad: bool
     is_refused: bool
+    has_state: bool
     losses: tuple[float, ...]
 
     @staticmethod
     def num_numbers(num_microbatches: int) -> int:
         """Returns the size of a report of `num_microbatches` microbatches."""
-        return 6 + num_microbatches
+        return 7 + num_microbatches
 
     def numbers(self) -> tuple[float, ...]:
         dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
-        return (
-            float(dtype),
-            self.number,
-            self.weights_hash,
-            self.num_following,
-            float(self.requires_grad),
-            float(self.is_refused),
-            *self.losses,
-        )
+        flags = map(float, (self.requires_grad, self.is_refused, self.has_state))
+        return (float(dtype), self.number, self.weights_hash, self.num_following, *flags, *self.losses)
 
     @classmethod
     def read(cls, numbers: Tensor) -> LossReport:
-        dtype, number, weights_hash, num_following, requires_grad, is_refused, *losses = numbers.tolist()
-        return cls(
-            None if dtype < 0 else DTYPES[int(dtype)],
-            number,
-            int(weights_hash),
-            int(num_following),
-            bool(requires_grad),
-            bool(is_refused),
-            tuple(losses),
-        )
+        dtype, number, weights_hash, num_following, *rest = numbers.tolist()
+        kind = None if dtype < 0 else DTYPES[int(dtype)]
+        requires_grad, is_refused, has_state = map(bool, rest[:3])
+        return cls(kind, number, int(weights_hash), int(num_following), requires_grad, is_refused, has_state, tuple(rest[3:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,8 @@ class StepRunner:
         def share(value: Any) -> Any:
             return next(shared for shared in self.gather(value, doing) if shared is not None)
 
-        self._stages.give_back(share)
+        with self.agreed_errors():
+            self._stages.give_back(share if self._losses.has_state else None)
 
     def _trained(self, compiled: ReadyProgram, executor: Executor, batch: Batch, given: StepInputs, began: float) -> TrainingStep:
         """Plays a training step, and returns what hooks see of it."""
