@@ -72,6 +72,34 @@ class CallsForward(Blocks):
     forward = body
 
 
+class Prompt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.embedding(tokens)
+
+
+class ReadsDevicesInsideParts(Layers):
+    """Moves tensors to the devices of tensors deep in its parts, and goes through the layers of a part."""
+
+    def set_up(self) -> None:
+        self.prompt = Prompt()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.BatchNorm1d(WIDTH)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.arange(3).to(self.prompt.embedding.weight.device)
+        like = self.layers[3][0].weight
+        x = x + self.prompt(tokens).sum(0) + torch.ones(WIDTH, dtype=like.dtype, device=like.device)
+        assert [type(inner) for inner in self.layers[2]] == [nn.Linear, nn.Tanh, nn.BatchNorm1d]
+        assert len(self.layers[1]) == 3
+        for layer in self.layers:
+            x = layer(x).to(layer[2].running_mean.device)
+        result: Tensor = self.head(x)
+        return result
+
+
 class InAPlainDict(nn.Module):
     """The layers are reached through a dict in addition to their list, and through a method that the model stores."""
 
@@ -443,6 +471,7 @@ class HooksOnTheModel(Layers):
 
 
 RIGHT: list[type[nn.Module]] = [
+    ReadsDevicesInsideParts,
     *(Layers, Blocks, InAPlainDict, InAModuleDict, ListsOfParameters, Parametrized, TellsLayersApart, BackwardHooks),
     *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward, DifferentiatesInside),
 ]

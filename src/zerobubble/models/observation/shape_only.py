@@ -29,6 +29,7 @@ from zerobubble.models.observation.equivalent_units import ResultCache, equivale
 from zerobubble.models.observation.following import contents_of, modules_inside
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.recording import recording_separately, recording_state
+from zerobubble.models.observation.seen_tensors import observing_a_unit, show_on_device_of
 from zerobubble.models.observation.source_tracker import is_mark
 from zerobubble.runtime.device import of_kind
 from zerobubble.runtime.split.python_state.identity import Identity
@@ -116,7 +117,7 @@ class ShapeOnlyUnit:
             found = self._shared.find(self.name, key) if is_shared else None
             if found is None:
                 _set_mode(self.unit, training)
-                with _disable_current_modes(), torch.no_grad(), _named_in_errors(self.name):
+                with _disable_current_modes(), torch.no_grad(), observing_a_unit(), _named_in_errors(self.name):
                     found, read = self._shared.run(self.unit, lambda: self._find_out(key, given))
                 if is_shared and key not in self._by_numbers:
                     self._shared.keep(self.name, key, found, read)
@@ -240,6 +241,8 @@ def shape_only_units(units: Mapping[str, nn.Module]) -> dict[str, ShapeOnlyUnit]
     memo: dict[int, Any] = {}
     for unit in units.values():
         memo |= _other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
+        for tensor in itertools.chain(unit.parameters(), unit.buffers()):
+            show_on_device_of(tensor, memo[id(tensor)])
     return {name: ShapeOnlyUnit(name, unit, shared[equivalents[name]], memo) for name, unit in units.items()}
 
 

@@ -72,6 +72,15 @@ class StandIn(nn.Module):
         except AttributeError:
             return self.__dict__["shape_only"].attribute(name)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self.shape_only.unit[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.shape_only.unit)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.shape_only.unit)
+
     def register_forward_hook(self, *_: Any, **__: Any) -> RemovableHandle:
         """Registers nothing: hooks run on the stage of the unit."""
         return RemovableHandle(OrderedDict())

@@ -39,6 +39,7 @@ from zerobubble.models.observation.handed_mappings import Put, entries_like, map
 from zerobubble.models.observation.late_state import late_state, put_late_state
 from zerobubble.models.observation.observed_model import ObservedModel, counts_in
 from zerobubble.models.observation.recording import Recorder, install_hooks
+from zerobubble.models.observation.seen_tensors import show_on
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units
 from zerobubble.models.stages.set_elsewhere import SetElsewhere
@@ -282,6 +283,9 @@ def stage_model(
     make_unit = _unit_maker(observed, cut, stage, current, follower, make_parameter)
     made = assemble(model, units, make_unit, make_parameter, follower)
     observed.add(follower)
+    if device is not None:
+        for shape_only in observed.shape_only_by_name.values():
+            show_on(shape_only.unit, device)
     show_all_parameters(made, model, units.around, current)
     code = _StageCode(observed, cut, stage, type(model), current)
 
