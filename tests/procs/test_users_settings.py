@@ -213,3 +213,17 @@ def seeds(group: Any) -> tuple[list[int], int]:
         with zb.Pipeline(stage_of, "1f1b", M, nn.functional.mse_loss, group=group) as pipe:
             found.append(pipe.step_state()["draws_seed"])
     return found[:2], found[2]
+
+
+def anomalies(group: Any) -> list[str]:
+    """The errors that anomaly mode reports while a pipeline is made and steps."""
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("always")
+        with zb.Pipeline(zb.split(Net(), example=numbers(0)[:2]), "zb-h1", M, nn.functional.mse_loss, group=group) as pipe:
+            pipe.step(numbers(0), numbers(1))
+        assert torch.is_anomaly_enabled()
+    return [str(warning.message) for warning in caught if "Error detected" in str(warning.message)]
+
+
+def test_anomaly_mode_reports_no_error_of_probing_passes(world: Ranks) -> None:
+    assert world.run(anomalies, ranks=2) == [[], []]

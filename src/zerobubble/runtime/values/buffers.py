@@ -38,9 +38,12 @@ def in_mode(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
 
 @contextmanager
 def making_tensors() -> Iterator[None]:
-    """A context for tensors that outlive it: leaves the user's `torch.inference_mode`, and keeps the grad mode."""
+    """A context for tensors that outlive it: leaves the user's `torch.inference_mode` and anomaly mode, and keeps the grad mode.
+
+    Anomaly mode would print a traceback for each probing backward pass that is given up, as for an error of the model.
+    """
     has_grad = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+    with torch.inference_mode(False), torch.set_grad_enabled(has_grad), torch.autograd.set_detect_anomaly(False):
         yield
 
 
