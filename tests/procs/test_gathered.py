@@ -78,9 +78,9 @@ class OneDevice:
         self.model, self.loss_fn = copy.deepcopy(model), Loss()
         self._optimizer = torch.optim.SGD([*self.model.parameters(), *self.loss_fn.parameters()], lr=0.1, momentum=0.9)
 
-    def step(self, x: Tensor, y: Tensor) -> None:
-        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-            (self.loss_fn(self.model(part), target) / MICROBATCHES).backward()
+    def step(self, x: Tensor, y: Tensor, num_parts: int = MICROBATCHES) -> None:
+        for part, target in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            (self.loss_fn(self.model(part), target) / num_parts).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -238,7 +238,7 @@ def hooks_gradients(group: Any) -> None:
         pipe.step(*batch(seed))
         optimizer.step()
         optimizer.zero_grad()
-        reference.step(*batch(seed))
+        reference.step(*batch(seed), num_parts=1)  # hooks see the gradient of the whole batch
         if seed == 0:
             add_hooks(model)
             add_hooks(reference.model)

@@ -418,7 +418,7 @@ def test_earlier_gradients_are_set_aside_and_added() -> None:
     module = nn.ParameterList(
         [with_gradient(1.0), with_gradient(2.0), nn.Parameter(torch.zeros(1)), with_gradient(4.0).requires_grad_(False)]
     )
-    earlier = replicas.EarlierGradients({0: module}, IN_GRAD)
+    earlier = replicas.EarlierGradients(lambda: module[:3], IN_GRAD)
     earlier.on_step_begin(mock.Mock())
     assert [parameter.grad is None for parameter in module] == [True, True, True, False]
     module[1].grad, module[2].grad = torch.tensor([20.0]), torch.tensor([30.0])

@@ -6,7 +6,6 @@ All else that a forward may keep or change gives the gradients of one device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -193,30 +192,3 @@ def test_a_parameter_that_R_changes_from_a_later_step_on_is_found() -> None:
             stage.backward(0, (torch.ones_like(y),))
             stage.weight(0)
     assert number == 3
-
-
-def descend(parameter: Tensor) -> None:
-    """Steps in the backward pass, and frees the gradient, as LOMO does."""
-    parameter.data.add_(parameter.grad, alpha=-0.1)  # type: ignore[arg-type]
-    parameter.grad = None
-
-
-def look(parameter: Tensor) -> None:
-    parameter.grad.norm()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(("hook", "num_microbatches", "refused"), [(descend, 3, True), (descend, 1, False), (look, 3, False)])
-def test_a_hook_that_changes_its_parameter_for_each_microbatch_is_refused(hook: Any, num_microbatches: int, refused: bool) -> None:
-    module = nn.Linear(WIDTH, WIDTH).double()
-    module.weight.register_post_accumulate_grad_hook(hook)
-    stage = make_stage("deferred", module, 1)
-
-    def step() -> None:
-        with stage.stepping():
-            for microbatch, x in enumerate(inputs(0)[:num_microbatches]):
-                (y,) = stage.forward(microbatch, (x,))
-                stage.backward(microbatch, (torch.ones_like(y),))
-                stage.weight(microbatch)
-
-    with raises(zb.InputError, name="weight", num_microbatches=num_microbatches) if refused else nullcontext():
-        step()

@@ -39,6 +39,7 @@ from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.scaled_gradients import ScaledGradients
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName, read_tied, refuse_forgotten
+from zerobubble.runtime.hooks.summed_hooks import SummedHooks
 from zerobubble.runtime.options import (
     GRADIENTS,
     NONE,
@@ -154,7 +155,7 @@ class Session:
     options: PipelineOptions
 
     def first_hooks(self) -> list[StepHook]:
-        """Returns the first hooks in the order of their calls: sums of gradients, over stages and then replicas; planner; the user's."""
+        """Returns the first hooks in the order of their calls: sums over stages and replicas, hooks on gradients, planner, the user's."""
         sums: list[StepHook] = [self.shared] if self.shared.is_needed else []
         if self.replicas is not None:
             sums = [self.replicas.earlier, *sums, self.replicas]
@@ -164,6 +165,8 @@ class Session:
         if self.options.scale == GRADIENTS:
             scaled = ScaledGradients(self.setup.stages.modules, self.setup.gradients)
             sums = [scaled.earlier, *sums, scaled]
+        hooks = SummedHooks(self.setup.stages.modules, self.setup.gradients)
+        sums = [hooks.earlier, *sums, hooks]
         planner = [] if self.setup.planner is None else [self.setup.planner]
         return [*sums, *planner, *self.options.hooks]
 

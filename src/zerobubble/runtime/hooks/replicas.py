@@ -11,7 +11,7 @@ the moment at which they are complete.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import NamedTuple
@@ -37,24 +37,20 @@ _DOING = "summing gradients over replicas"
 
 
 class EarlierGradients(StepHook):
-    """Excludes the gradients of earlier steps from the sums of a step: sets those of `modules` aside until `give_back`.
+    """Excludes the gradients of earlier steps from the sums of a step: sets those of some `parameters` aside until `give_back`.
 
-    Another hook may use it for other parameters, and call `set_aside` itself.
+    `parameters` is called when a step begins, and returns them.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
-        self._modules = modules
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], gradients: Gradients) -> None:
+        self._parameters = parameters
         self._gradients = gradients
         self._kept: dict[nn.Parameter, Tensor] = {}
 
     def on_step_begin(self, step: TrainingStep) -> None:
         """Sets the gradients aside."""
-        self.set_aside(trained(self._modules))
-
-    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Removes the gradients of `parameters`."""
         self._kept = {}
-        for parameter in parameters:
+        for parameter in self._parameters():
             gradient = self._gradients.get(parameter)
             if gradient is not None:
                 self._kept[parameter] = gradient
@@ -105,7 +101,7 @@ class Replicas(StepHook):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.peers = Peers(transport, layout.along[layout.data])
-        self.earlier = EarlierGradients(modules, gradients)
+        self.earlier = EarlierGradients(partial(trained, modules), gradients)
         self._modules = modules
         self._gradients = gradients
         held = nn.ModuleList(modules.values())

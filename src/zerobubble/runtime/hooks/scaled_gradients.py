@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import nn
 
@@ -19,7 +20,7 @@ class ScaledGradients(StepHook):
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
-        self.earlier = EarlierGradients(modules, gradients)
+        self.earlier = EarlierGradients(partial(trained, modules), gradients)
         self._modules = modules
         self._gradients = gradients
         self._trained: list[nn.Parameter] = []

@@ -7,8 +7,7 @@ rank adds the contributions in one order of ranks: so nothing deadlocks, and all
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, ClassVar
@@ -30,7 +29,6 @@ from zerobubble.runtime.hooks.shared_parameters import (
     parameter_infos,
     shared_groups,
 )
-from zerobubble.runtime.hooks.summed_hooks import SummedHooks
 from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.peers import Peers
@@ -89,16 +87,14 @@ class SharedGradients(StepHook):
         # During a step: the sums that are still to be sent, and the stages that may still add to them.
         self._unsent: list[_GroupSum] = []
         self._unfinished: set[int] = set()
-        self._earlier = EarlierGradients({}, gradients)
-        self._repeated = _in_several(modules)
-        self._hooks = SummedHooks(self._repeated, gradients)
+        self._earlier = EarlierGradients(lambda: self.completes_at_end, gradients)
         self._stages: set[int] = set()
         self.counted_elsewhere: set[nn.Parameter] = set()
 
     @property
     def is_needed(self) -> bool:
         """Whether anything on this rank is shared."""
-        return bool(self.completes_at_end or self._copied_modules or self._repeated)
+        return bool(self.completes_at_end or self._copied_modules)
 
     @property
     def copied_stages(self) -> list[int]:
@@ -175,7 +171,6 @@ class SharedGradients(StepHook):
         counted_here = {self._parameters.get(shared.counted_name) for group in own for shared in group.parameters}
         self.counted_elsewhere = set(self._parameters.values()) - counted_here
         self.completes_at_end = frozenset(self._parameters.values())
-        self._hooks = SummedHooks([*self._parameters.values(), *self._repeated], self._gradients)
 
     def shared_with_others(self) -> Iterator[SharedWith]:
         """Yields what this rank shares with its neighbors in each group."""
@@ -197,9 +192,8 @@ class SharedGradients(StepHook):
                 tensor.copy_(first)
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Sets the gradients of earlier steps and the user's hooks aside."""
-        self.completes_at_end = frozenset([*self._parameters.values(), *self._hooks.set_aside()])
-        self._earlier.set_aside(self.completes_at_end)
+        """Sets the gradients of earlier steps aside."""
+        self._earlier.on_step_begin(step)
         self._unfinished = set(self._stages)
         self._unsent = list(self._sums)
 
@@ -228,16 +222,13 @@ class SharedGradients(StepHook):
             self._unsent.pop(0).send()
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Gives every holder the sum of this step's gradients, as the user's hooks change it, added to those of earlier steps."""
+        """Gives every holder the sum of this step's gradients, added to those of earlier steps."""
         for group_sum in self._sums:
             group_sum.finish()
-        self._hooks.change_gradients()
         self._earlier.give_back()
-        self._hooks.after_accumulation()
 
     def on_close(self) -> None:
         """Drops all messages in flight: they would keep connections open."""
-        self._hooks.give_back()
         for group_sum in self._sums:
             group_sum.clear()
 
@@ -306,12 +297,6 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """Returns the sum of the gradients that exist, in order; None if none does."""
     found = [gradient for gradient in gradients if gradient is not None]
     return sum(found[1:], found[0]) if found else None
-
-
-def _in_several(modules: Mapping[int, nn.Module]) -> list[nn.Parameter]:
-    """Returns the parameters that several of this rank's stages hold."""
-    times = Counter(parameter for module in modules.values() for parameter in module.parameters())
-    return [parameter for parameter, count in times.items() if count > 1]
 
 
 def _comparable(infos: ParameterInfos, stage: int) -> list[Any]:

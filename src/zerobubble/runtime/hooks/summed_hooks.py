@@ -1,72 +1,70 @@
-"""Calls the user's hooks on the gradient of a shared parameter once per step, with the sum over its copies.
+"""Calls the user's hooks on the gradients of parameters once per step, with the sum over microbatches, copies and replicas.
 
-Autograd would call them in each backward pass, with the share of one copy. A hook that is not additive, such as one that clamps, would then
-give another gradient than on one device.
+Autograd would call them in each backward pass, with the gradient of one microbatch and one copy. A hook that is not additive, such as one
+that clamps, would then give another gradient than on one device with the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from zerobubble.runtime.hooks.replicas import EarlierGradients, trained
+from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.values.gradients import Gradients
-
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Where torch keeps the hooks of `register_hook`, and of `register_post_accumulate_grad_hook`. Autograd refers to the same dicts."""
-
-_Kept = tuple[nn.Parameter, str, dict[int, Callable[..., Any]]]
-"""A parameter, a kind of hooks, and its hooks of this kind by number."""
+from zerobubble.runtime.values.parameter_hooks import AFTER_ACCUMULATION, ON_GRADIENT, TakenHooks, take_hooks
 
 
-class SummedHooks:
-    """The hooks on `parameters`, which autograd does not see between `set_aside` and `give_back`."""
+class SummedHooks(StepHook):
+    """The hooks on the parameters of `modules`, which autograd does not see during a step.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], gradients: Gradients) -> None:
-        self._parameters = list(dict.fromkeys(parameters))
+    `earlier` takes them, and the gradients of earlier steps from hooked parameters: attach it before every hook that sums, and this one
+    after them.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
+        self.earlier = EarlierGradients(self._take, gradients)
+        self._modules = modules
         self._gradients = gradients
-        self._kept: list[_Kept] = []
-        self._called: list[_Kept] = []
+        self._taken: list[TakenHooks] = []
 
-    def set_aside(self) -> list[nn.Parameter]:
+    def _take(self) -> list[nn.Parameter]:
         """Takes the hooks from the parameters, and returns those that have any."""
-        self.give_back()
-        for parameter in self._parameters:
-            for kind in _KINDS:
-                if hooks := getattr(parameter, kind, None):
-                    self._kept.append((parameter, kind, dict(hooks)))
-                    hooks.clear()
-        return [parameter for parameter, _, _ in self._kept]
+        self._put_back()
+        self._taken = take_hooks(trained(self._modules))
+        hooked = [taken.parameter for taken in self._taken]
+        self.completes_at_end = frozenset(hooked)
+        return hooked
 
-    def give_back(self) -> None:
-        """Puts the hooks back, before those that the step has added."""
-        for parameter, kind, kept in self._kept:
-            hooks = getattr(parameter, kind)
-            added = dict(hooks)
-            hooks.clear()
-            hooks.update(kept | added)
-        self._kept = []
+    def _put_back(self) -> list[TakenHooks]:
+        """Puts the hooks back, and returns them."""
+        taken, self._taken = self._taken, []
+        for hooks in taken:
+            hooks.put_back()
+        return taken
 
     @torch.no_grad()
-    def change_gradients(self) -> None:
-        """Gives the hooks back, so that they can remove themselves, and calls those of `register_hook` with the gradients of the step."""
-        self._called = self._kept
-        self.give_back()
-        for parameter, kind, hooks in self._called:
+    def on_step_end(self, step: TrainingStep) -> None:
+        """Changes the gradients of the step by `register_hook`, adds those of earlier steps, and calls the hooks after accumulation.
+
+        Hooks are put back first, so that they can remove themselves.
+        """
+        called = self._put_back()
+        for parameter, kind, hooks in called:
             gradient = self._gradients.get(parameter)
-            if kind == _KINDS[0] and gradient is not None:
+            if kind == ON_GRADIENT and gradient is not None:
                 self._gradients.put(parameter, _changed(gradient, hooks.values()))
-
-    @torch.no_grad()
-    def after_accumulation(self) -> None:
-        """Calls the hooks of `register_post_accumulate_grad_hook` on parameters that have a gradient."""
-        for parameter, kind, hooks in self._called:
-            if kind == _KINDS[1] and self._gradients.get(parameter) is not None:
+        self.earlier.give_back()
+        for parameter, kind, hooks in called:
+            if kind == AFTER_ACCUMULATION and self._gradients.get(parameter) is not None:
                 for hook in hooks.values():
                     hook(parameter)
-        self._called = []
+
+    def on_close(self) -> None:
+        """Puts the hooks back after a failed step."""
+        self._put_back()
 
 
 def _changed(gradient: Tensor, hooks: Iterable[Callable[[Tensor], Tensor | None]]) -> Tensor:

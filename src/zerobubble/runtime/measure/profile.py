@@ -20,6 +20,7 @@ from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.values.buffers import buffers_of, changing_weights, put_buffers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.memory import has_plain_type, local_part
+from zerobubble.runtime.values.parameter_hooks import hooks_set_aside
 from zerobubble.runtime.values.python_state import PythonState, put_back
 from zerobubble.runtime.values.random_state import python_generator_restored
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
@@ -86,15 +87,15 @@ def _passes(
 def preserve_state(modules: Collection[nn.Module], loss_fn: object, device: torch.device, sums: Gradients) -> Iterator[list[str]]:
     """A context for passes, after which parameters, gradients, buffers, random and Python state are as before, down to the last bit.
 
-    Inside, gradients start from nothing. A forward may change parameters, so host memory has copies of them. Yields a list, which has the
-    faults at the end: what the passes have changed and cannot be put back.
+    Inside, gradients start from nothing, and no hook on them runs. A forward may change parameters, so host memory has copies of them.
+    Yields a list, which has the faults at the end: what the passes have changed and cannot be put back.
     """
     faults: list[str] = []
     parts = [part for module in modules for part in module.modules()]
     parameters = {parameter for part in parts for parameter in part.parameters(recurse=False)}
     python = PythonState(*modules, loss_fn).snapshot()
     generators = generators_restored([device] if interface(device).has_generator else [])
-    with generators, _gradients_restored(parameters, sums), _values_restored(parts, parameters):
+    with generators, hooks_set_aside(parameters), _gradients_restored(parameters, sums), _values_restored(parts, parameters):
         try:
             yield faults
         finally:

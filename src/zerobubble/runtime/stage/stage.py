@@ -115,7 +115,7 @@ class Stage:
         self._buffers = BufferOrder(
             self.module, self.index, changing_parameters(list(self.module.modules())) if self.shards is None else ()
         )
-        self._unsaved_reads.begin(self.parameters)
+        self._unsaved_reads.begin()
         self._has_gathered = False
 
     def use_gathered(self) -> None:
@@ -157,7 +157,6 @@ class Stage:
         self.begin(meter)
         with self.splitter.stepping(), shadowing(self._recomputed_parts or {}, self._python_state_of):
             yield
-        self._unsaved_reads.end()
 
     def _python_state_of(self, module: nn.Module) -> PythonState:
         """Returns the Python state of the module, or of a part of it, whose forwards R runs again. The first call finds its places."""

@@ -29,46 +29,22 @@ class UnsavedReads:
     """Compares what the backward passes of microbatches in flight read before and after stage `index` runs another forward.
 
     It walks the autograd graphs, and copies up to 4096 elements of each parameter in them and of each tensor in a `ctx`. It does so in
-    steps 1, 2, 4, 8 and so on of those in which several microbatches are in flight, of those with R, and of those with hooks that run after
-    a gradient is accumulated: such a hook may change its parameter before the next microbatch. `profile` runs one at a time.
+    steps 1, 2, 4, 8 and so on of those in which several microbatches are in flight, and of those with R. `profile` runs one at a time.
     """
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self._module = module
         self._index = index
         self._names: dict[int, str] = {}
-        self._num_steps = {"forward": 0, "R": 0, "hooks": 0}
+        self._num_steps = {"forward": 0, "R": 0}
         self._in_step: set[str] = set()
-        self._num_forwards = 0
-        self._hooked: list[_Read] = []
 
-    def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Begins a step with the current `parameters` of the module."""
+    def begin(self) -> None:
+        """Begins a step with the current parameters of the module."""
         for kind in self._in_step:
             self._num_steps[kind] += 1
         self._in_step.clear()
         self._names = {id(parameter): name for name, parameter in self._module.named_parameters()} if self._is_due("forward") else {}
-        self._num_forwards = 0
-        self._hooked = []
-        if any(_is_hooked(parameter) for parameter in parameters):
-            self._in_step.add("hooks")
-            if self._is_due("hooks"):
-                named = self._module.named_parameters()
-                self._hooked = [_Read(name, parameter) for name, parameter in named if _is_hooked(parameter)]
-
-    def end(self) -> None:
-        """Ends a step. Raises `InputError` if hooks have changed a parameter in the backward passes of several microbatches."""
-        hooked, self._hooked = self._hooked, []
-        for read in hooked if self._num_forwards > 1 else ():
-            if read.holds_another_sample:
-                raise InputError(
-                    "stage {index}: a hook changes {name!r} in the backward pass of each of {num_microbatches} microbatches, and one "
-                    "device changes it once a step",
-                    index=self._index,
-                    name=read.what,
-                    num_microbatches=self._num_forwards,
-                    remedy="change parameters after pipe.step, with the gradients in .grad, or give num_microbatches=1",
-                )
 
     def _is_due(self, kind: str) -> bool:
         """Returns whether the number of the next step of this kind is a power of two."""
@@ -81,7 +57,6 @@ class UnsavedReads:
 
         Raises `InputError` if the forward overwrites what such a backward reads.
         """
-        self._num_forwards += 1
         is_due = self._is_due("forward")
         nodes = nodes_in_flight() if is_due else ()
         if nodes or not is_due:
@@ -169,11 +144,6 @@ class _Read:
         """Whether the sampled bytes differ."""
         now = _sample_of(self.tensor)
         return now is not None and self._sample is not None and not torch.equal(now, self._sample)
-
-
-def _is_hooked(parameter: Tensor) -> bool:
-    """Whether a hook runs after a gradient is accumulated."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _version_of(tensor: Tensor) -> int:

@@ -25,6 +25,7 @@ from zerobubble.rules import recomputed
 from zerobubble.runtime.device import interface
 from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.split.compiled.capture import copy_into
+from zerobubble.runtime.split.layers.eligibility import is_watched
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.step.batch import StepInputs
 from zerobubble.runtime.step.stage_rng import SeedPass
@@ -83,6 +84,9 @@ class CapturedStep:
             )
         if given.scaler is not None and given.scaler.is_enabled():
             raise InputError("a captured step takes no {argument}, whose scale changes", argument="scaler", remedy=WITHOUT_STEP)
+        hooked = next((name for name, parameter in self._modules.named_parameters() if is_watched(parameter)), None)
+        if hooked is not None:
+            raise InputError("a captured step calls no hook on a gradient, and {name!r} has one", name=hooked, remedy=WITHOUT_STEP)
 
     def inputs(self, what: str, given: Any) -> Any:
         """Copies the tensors of a pytree to where they were in the first step, and returns the pytree of these.

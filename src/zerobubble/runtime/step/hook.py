@@ -300,6 +300,12 @@ class StepHooks:
         return False
 
     @property
+    def _use_ready_gradients(self) -> bool:
+        """Whether any hook uses the gradients of a stage as soon as they are ready."""
+        unused = StepHook.on_stage_gradients_ready
+        return any(getattr(hook.on_stage_gradients_ready, "__func__", None) is not unused for hook in self._hooks)
+
+    @property
     def takes_gradients_early(self) -> bool:
         """Whether any hook takes gradients while the last W's of their stage run."""
         return self._step is not None and any(hook.takes_gradients_early for hook in self._hooks)
@@ -327,8 +333,8 @@ class StepHooks:
 
     def stage_is_done(self, stage: int) -> None:
         """Notifies hooks that the last backward pass of `stage` has run; does nothing outside of training steps."""
-        if self._step is not None and self._hooks:
-            self._stages_under_way.discard(stage)
+        self._stages_under_way.discard(stage)
+        if self._step is not None and self._use_ready_gradients:
             used_later = self._used_by(self._stages_under_way)
             self._notify_ready(0, stage, [parameter for parameter in self._parameters(stage) if parameter not in used_later])
 
