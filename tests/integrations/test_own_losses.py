@@ -96,9 +96,10 @@ def test_an_error_of_a_callback_on_one_rank_ends_all_ranks(pipelined: Path) -> N
     assert "no space left" in second["text"]
 
 
-def test_a_loss_of_weights_of_other_ranks_ends_all_ranks_with_the_remedy(pipelined: Path) -> None:
+@pytest.mark.parametrize("case", ["penalty in compute_loss", "penalty on a mean over tokens"])
+def test_a_loss_of_weights_of_other_ranks_ends_all_ranks_with_the_remedy(pipelined: Path, case: str) -> None:
     for rank in (0, 1):
-        error = result(pipelined, "penalty in compute_loss", rank)
+        error = result(pipelined, case, rank)
         assert error["error"] == "InputError", error
         assert "self.pipeline.parameters()" in error["text"]
 

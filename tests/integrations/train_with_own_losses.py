@@ -462,6 +462,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 RAISING: dict[str, dict[str, Any]] = {
     "raised on one rank": {"kind": "Mean", "callbacks": [RaisesOnOneRank]},
     "penalty in compute_loss": {"kind": "ReadsWeights", "data": full_tokens},
+    "penalty on a mean over tokens": {"kind": "ReadsWeights"},
 }
 """What ends with an error of one rank."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples, samples_of
 from zerobubble.integrations.lone_calls import unchanged
-from zerobubble.integrations.loss_calls import LossCalls, Microbatches
+from zerobubble.integrations.loss_calls import PENALTIES, LossCalls, Microbatches
 from zerobubble.integrations.loss_rules import Comparison, with_other_labels
 from zerobubble.integrations.sample_outputs import JoinedOutput
 from zerobubble.integrations.whole_model import replaced
@@ -123,11 +123,21 @@ class Prober:
                 probe.faults.append(str(error) if isinstance(error, InputError) else self._raised(error, probe.parts[index]))
         return torch.zeros((), device=self._trainer.args.device)
 
+    def _refused(self, parameter: str) -> InputError:
+        """Returns the error for a term over a parameter of another rank, which would hide the rule, too."""
+        return InputError(
+            "{name} reads {parameter!r}, which is of another rank's stage, and the gradient of this term would be lost",
+            name=self._calls.name,
+            parameter=parameter,
+            remedy=PENALTIES,
+        )
+
     def _numbers(self, probe: Probe, index: int, output: Any) -> dict[str, float]:
         """Returns the numbers of a call of `compute_loss`, and notes what a pipeline cannot run."""
         assert probe.start is not None
         device = self._trainer.args.device
-        with states_restored(probe.start, device), unchanged(self._trainer, SKIPPED) as changed, self._models_noted():
+        reads = self._trainer._pipe._steps.cut_model.refusing_reads(self._refused) if probe.trains else nullcontext()
+        with states_restored(probe.start, device), unchanged(self._trainer, SKIPPED) as changed, self._models_noted(), reads:
             called = self._calls.call(probe, index, output)
             probe.draws |= not RandomStates.now(device).is_same_as(probe.start)
         if changed := [name for name in changed if name not in self._calls.covered]:
