@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from itertools import islice
 from pathlib import PurePath
 from typing import Any, ClassVar, Literal
@@ -46,6 +47,7 @@ class Displayed:
         return self._drawn("svg")
 
     def _drawn(self, form: str) -> str | None:
+        import_module("zerobubble.notebook")  # installs the drawers, with the first value that a notebook shows
         drawer = Displayed._drawers.get((type(self), form))
         return None if drawer is None else drawer(self)
 

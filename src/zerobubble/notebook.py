@@ -1,7 +1,7 @@
 """Notebook display of schedules, timelines and plans: the interactive viewer, or SVG where HTML is not shown.
 
-Importing this module installs the drawers. The drawing code is loaded with the first picture. Values with too many passes for a browser are
-shown as their one line of text.
+Importing this module installs the drawers, which happens with the first value that a notebook shows. The drawing code is loaded with the
+first picture. Values with too many passes for a browser are shown as their one line of text.
 """
 
 from __future__ import annotations
