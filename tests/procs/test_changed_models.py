@@ -384,6 +384,44 @@ def test_changes_follow_each_other(world: Ranks) -> None:
         assert max(found) <= TOLERANCE, found
 
 
+class Ordered(nn.Module):
+    """Layers that run in the order of an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
+        self.order = list(range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = x + self.layers[number](x)
+        return x
+
+
+def orders(group: Any, schedule: str) -> list[float]:
+    """The largest errors after changes of the order of parts; an order that leaves a stage and comes back is refused."""
+    torch.manual_seed(0)
+    model = Ordered().double()
+    single = OneDevice(copy.deepcopy(model))
+    found = []
+    with zb.Pipeline(zb.split(model, example=batch()[0][:2]), schedule, MICROBATCHES, loss_fn, group=group) as pipe:
+        for skipped in ([], [1], [5], []):
+            single.model.order = model.order = [number for number in range(6) if number not in skipped]
+            found.append(error_of_calls(pipe, single))
+            model.order = [5, 1, 2, 3, 4, 0]
+            for call in (pipe.step, pipe.step, pipe.eval_step, pipe.profile, pipe.describe):
+                with raises(InputError, "layers.1", "layers.5"):
+                    call(*batch())
+            model.order = single.model.order
+        return [*found, error_of_calls(pipe, single)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_an_order_of_parts_that_stages_cannot_run_leaves_the_pipeline_open(world: Ranks, schedule: str) -> None:
+    for found in world.run(orders, schedule, ranks=2):
+        assert max(found) <= TOLERANCE, found
+
+
 def types(group: Any, when: str) -> float:
     torch.manual_seed(0)
     model = Net()

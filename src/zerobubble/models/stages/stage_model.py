@@ -208,13 +208,17 @@ class _StageCode:
 
     def prepare_tracing(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Determines the boundaries for these arguments, which needs real values, before tracing replaces them by fake tensors."""
-        original, *_ = self._arguments(model, args, kwargs)
-        if self._crossings(model, *original).shares_draws:
+        if self.boundaries(model, args, kwargs).shares_draws:
             raise InputError(
                 "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, "
                 "but a traced stage cannot share random numbers",
                 remedy="train without dropout there, or use split='deferred' for the stage",
             )
+
+    def boundaries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
+        """Returns what crosses the boundaries in a forward of the stage. Raises `InputError` if stages cannot run it."""
+        original, *_ = self._arguments(model, args, kwargs)
+        return self._crossings(model, *original)
 
     def _arguments(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -295,6 +299,10 @@ def stage_model(
     def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         code.prepare_tracing(self, args, kwargs)
 
+    def refuse_call(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises `InputError` if stages cannot run a forward with these arguments."""
+        code.boundaries(self, args, kwargs)
+
     def follow_model(self: nn.Module) -> bool:
         """Makes the changes of the model since the last call in this stage, and returns whether messages may change."""
         with making_tensors():
@@ -333,7 +341,7 @@ def stage_model(
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
     own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
-    own |= {"follow_model": follow_model, "has_state": has_state, "give_back": give_back}
+    own |= {"follow_model": follow_model, "refuse_call": refuse_call, "has_state": has_state, "give_back": give_back}
     own |= {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
     own["set_elsewhere"] = SetElsewhere(observed.shape_only_by_name, cut, stage, follower).attributes
     made.__class__ = with_own(type(model), own)

@@ -15,6 +15,7 @@ from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
 from zerobubble.runtime.device import of_kind
 from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.split.splitter import arguments_of
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
@@ -22,7 +23,7 @@ from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.buffers import in_mode
 from zerobubble.runtime.values.gradients import Gradients
-from zerobubble.runtime.values.payload import tensors_in
+from zerobubble.runtime.values.payload import Tensors, tensors_in, with_keywords
 from zerobubble.runtime.values.random_state import seed_for, seeded
 from zerobubble.units import counted
 
@@ -52,6 +53,10 @@ class FollowsModel(Protocol):
 
         Raises `InputError` for changes that it cannot make.
         """
+        ...
+
+    def refuse_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises `InputError` if stages cannot run a forward of the model with these arguments; call it on the first stage."""
         ...
 
     def has_state(self) -> bool:
@@ -105,12 +110,24 @@ class Stages:
         self._traced: dict[int, Stage] = {}
         self.num_changes = 0
         """The number of changes of the model that may change messages."""
+        self._num_checked = 0
         self.refusals: list[Callable[[], None]] = []
         """Functions that raise `InputError` if parameters were replaced which other stages or ranks hold, too."""
 
     def follow_models(self) -> None:
         """Makes changes of models that `zb.split` has cut in their stages. Raises `InputError` for those that stages cannot follow."""
         self.num_changes += sum(module.follow_model() for module in self._of_models())
+
+    def refuse_calls(self, inputs: Sequence[Tensors], named: Mapping[int, list[dict[str, Any]]]) -> None:
+        """Raises `InputError` if a model that was changed cannot run on these microbatches, such as in another order of parts.
+
+        It is for the rank of the first stage, and does nothing until a change.
+        """
+        first = stage_alone(self.modules[0]) if self._num_checked != self.num_changes else None
+        if isinstance(first, FollowsModel):
+            for number, tensors in enumerate(inputs):
+                first.refuse_call(*arguments_of(with_keywords(tensors, named[0][number]) if 0 in named else tensors))
+        self._num_checked = self.num_changes
 
     def has_state(self) -> bool:
         """Returns whether the last stage of this rank has set state in a call; see `FollowsModel.has_state`."""

@@ -378,7 +378,9 @@ class StepRunner:
             if captured is not None:
                 batch, targets = _in_place(captured, "inputs", batch), _in_place(captured, "targets", targets)
             costs = None if ordering is None else ordering.costs_of(self.programs.now.schedule, batch.microbatches)
-        inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
+            inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
+            if is_first:
+                self._stages.refuse_calls(inputs, named)
         with self._refusals.of_others(executor, outputs):
             form = (*executor.trained, self._stages.num_changes)
             opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, form, costs)
