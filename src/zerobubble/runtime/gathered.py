@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
 from typing import NamedTuple
 
@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.arguments import NUMBERED, instance, optional, takes
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, raise_faults
 from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.hooks.optimizer_watch import watched_runners
 from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.stage.cut_model import StageTensor, derived_tensors, named_tensors
 from zerobubble.runtime.step.runner import StepRunner
-from zerobubble.runtime.values.buffers import changing_weights
+from zerobubble.runtime.values.buffers import changing_weights, making_tensors
 from zerobubble.runtime.values.memory import local_part
 from zerobubble.runtime.values.released import is_released, local_shape, refill
+from zerobubble.runtime.values.sparse import TensorForm, is_sparse, parts_of
 
 _DOING = "gathering the weights of a model"
 
@@ -100,7 +101,8 @@ def gathering(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Iterator
         raise
     finally:
         if runner.guard.closed is None:
-            fault = None if ends_process else made.lost_changes(runner)
+            with making_tensors():
+                fault = None if ends_process else made.lost_changes(runner)
             if releases:
                 runner.cut_model.release()
     if fault is not None:
@@ -116,11 +118,20 @@ def make_whole(pipe: Pipeline, model: nn.Module, *, wanted: bool = True) -> None
 
 
 class _Held(NamedTuple):
-    """A tensor that a rank trains: the last of its stages that has it, and its local shape and dtype."""
+    """A tensor that a rank trains: the last of its stages that has it, the form of its local part, None if that cannot be sent."""
 
     stage: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    form: TensorForm | None
+    kind: str
+
+    @classmethod
+    def of(cls, held: StageTensor) -> _Held:
+        local = local_part(held.tensor)
+        if local.is_nested:
+            return cls(held.stage, None, "nested")
+        if local.is_quantized or (local.layout is not torch.strided and not is_sparse(local)):
+            return cls(held.stage, None, str(local.dtype if local.is_quantized else local.layout))
+        return cls(held.stage, TensorForm.of(local), "")
 
 
 class Gathering:
@@ -131,9 +142,9 @@ class Gathering:
         self._tensors = {name: tensor for name, tensor in tensors.items() if holders[name]}
         self._before = self._versions()
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
+    def _versions(self) -> dict[str, list[int]]:
         """Returns what changes with the values of each tensor on this rank."""
-        return {name: (tensor._version, local_part(tensor).data_ptr()) for name, tensor in self._tensors.items() if not is_released(tensor)}
+        return {name: _versions_of(tensor) for name, tensor in self._tensors.items() if not is_released(tensor)}
 
     def lost_changes(self, runner: StepRunner) -> InputError | None:
         """Gives changed buffers to the stages, and returns the fault, the same on all ranks, if a change is lost: a rank has made it, and
@@ -157,7 +168,7 @@ class Gathering:
 
 
 @changing_weights()
-@torch.inference_mode(mode=False)
+@making_tensors()
 @torch.no_grad()
 def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
     """Copies the values of the ranks that train them into the tensors of `model`, where `wanted`. All ranks call it."""
@@ -166,7 +177,7 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
         tensors = dict(chain(model.named_parameters(), model.named_buffers(), derived_tensors(model)))
         names = _names_in_stages(runner, tensors)
         held = _held_by(runner, tensors, names)
-        mine = {name: _Held(stage, tuple(local_part(tensor).shape), tensor.dtype) for name, (stage, tensor) in held.items()}
+        mine = {name: _Held.of(of_stage) for name, of_stage in held.items()}
         shapes = {name: tuple(tensor.shape) if isinstance(tensor, nn.Parameter) else None for name, tensor in tensors.items()}
         from_all = runner.gather(({name: (names[name], shapes[name]) for name in tensors}, mine, wanted), _DOING)
         forms, of_ranks, wants = zip(*from_all, strict=True)
@@ -175,6 +186,8 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
             _refuse_other_shapes(tensors, of_ranks, runner.peers.members)
         receivers = [rank for rank, is_wanted in enumerate(wants) if is_wanted]
         plan = {name: _Exchange.of(name, of_ranks, receivers, is_buffer=not isinstance(tensors[name], nn.Parameter)) for name in tensors}
+        with runner.agreed_errors():
+            _refuse_unsent(plan, runner.peers.members)
         _open(runner, plan.values())
         for name, tensor in tensors.items():
             _exchange(runner, tensor, held.get(name), plan[name], wanted=wanted)
@@ -214,16 +227,34 @@ def _refuse_other_shapes(tensors: Mapping[str, Tensor], of_ranks: Sequence[Mappi
         raise InputError("no rank of the pipeline trains a parameter of this model", remedy="give the model that zb.split has cut")
     for rank, theirs in zip(ranks, of_ranks, strict=True):
         for name, held in theirs.items():
+            if not isinstance(tensors[name], nn.Parameter) or held.form is None:  # a forward may give a buffer another shape
+                continue
             shape = tuple(local_shape(tensors[name]))
-            if held.shape != shape and isinstance(tensors[name], nn.Parameter):  # a forward may give a buffer another shape
+            if held.form.shape != shape:
                 raise InputError(
                     "{name!r} has the shape {expected} in the model and {got} on rank {rank} of the pipeline",
                     name=name,
-                    got=held.shape,
+                    got=held.form.shape,
                     expected=shape,
                     rank=rank,
                     remedy="for stages that fully_shard divides, call zb.save, then zb.io.export_weights",
                 )
+
+
+def _refuse_unsent(exchanges: Mapping[str, _Exchange], ranks: Sequence[int]) -> None:
+    """Raises `InputError` for tensors that ranks exchange, and that consist of more than numbers, indices and a shape."""
+    faults = [
+        InputError(
+            "{name!r} is {kind}, and rank {rank} cannot send it to other ranks",
+            name=name,
+            kind=exchange.held.kind,
+            rank=ranks[exchange.holders[0]],
+            remedy="keep it in a plain attribute of its module instead of a buffer, or as the plain tensors that it is made of",
+        )
+        for name, exchange in exchanges.items()
+        if exchange.receivers and exchange.held is not None and exchange.held.form is None
+    ]
+    raise_faults(faults)
 
 
 class _Exchange(NamedTuple):
@@ -234,7 +265,7 @@ class _Exchange(NamedTuple):
 
     holders: Sequence[int]
     receivers: Sequence[int]
-    form: _Held | None
+    held: _Held | None
 
     @classmethod
     def of(cls, name: str, of_ranks: Sequence[Mapping[str, _Held]], wanting: Sequence[int], *, is_buffer: bool) -> _Exchange:
@@ -257,10 +288,10 @@ def _open(runner: StepRunner, exchanges: Iterable[_Exchange]) -> None:
 def _exchange(runner: StepRunner, tensor: Tensor, held: StageTensor | None, exchange: _Exchange, *, wanted: bool) -> None:
     value = None if held is None else local_part(held.tensor)
     if exchange.receivers and runner.rank in (exchange.holders[0], *exchange.receivers):
-        assert exchange.form is not None
-        if value is None:
-            value = torch.empty(exchange.form.shape, dtype=exchange.form.dtype, device=runner.device)
-        runner.peers.replicate(value, exchange.holders[0], _DOING, [exchange.holders[0], *exchange.receivers])
+        received = _replicated(runner, value, exchange)
+        if held is not None and received is not value:
+            _overwrite(local_part(held.tensor), received)
+        value = received
     if value is None or not wanted:
         return
     if is_released(tensor):
@@ -269,8 +300,34 @@ def _exchange(runner: StepRunner, tensor: Tensor, held: StageTensor | None, exch
         _overwrite(local_part(tensor), value)
 
 
+def _replicated(runner: StepRunner, value: Tensor | None, exchange: _Exchange) -> Tensor:
+    """Returns the value of the first holder: on its rank `value` itself, elsewhere a copy."""
+    assert exchange.held is not None
+    assert exchange.held.form is not None
+    first, form = exchange.holders[0], exchange.held.form
+    sent = value if runner.rank == first else None
+    parts = form.empty_parts(runner.device) if sent is None else parts_of(sent)
+    for part in parts:
+        runner.peers.replicate(part, first, _DOING, [first, *exchange.receivers])
+    return form.join(parts) if sent is None else sent
+
+
 def _overwrite(tensor: Tensor, value: Tensor) -> None:
-    if tensor.shape == value.shape:
+    """Writes `value` into `tensor`, or gives it new memory if its own has another form or several elements in one place."""
+    if tensor.shape == value.shape and not is_sparse(tensor) and not _has_overlap(tensor):
         tensor.copy_(value)
-    else:
-        tensor.data = value.to(tensor, copy=True)
+    elif is_sparse(tensor) or not torch.equal(tensor, value.to(tensor)):
+        tensor.data = value.to(device=tensor.device, dtype=tensor.dtype, copy=True)
+
+
+def _has_overlap(tensor: Tensor) -> bool:
+    """Returns whether elements of `tensor` share a place, as `expand` makes them."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _versions_of(tensor: Tensor) -> list[int]:
+    """Returns the version of `tensor`, if it has one, and the places of its parts."""
+    versions = []
+    with suppress(RuntimeError):  # made in torch.inference_mode
+        versions.append(tensor._version)
+    return versions + [part.data_ptr() for part in parts_of(local_part(tensor))]

@@ -51,6 +51,7 @@ from zerobubble.runtime.survival.survivors import Survival
 from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.transport import Carrier
+from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.without_weights import refuse_copy, refused
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, named
@@ -277,6 +278,7 @@ class Pipeline(RefusesModuleCalls):
 
     @repeated_by_survivors
     @counted_collective_call
+    @making_tensors()
     def eval_step(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
     ) -> tuple[Tensor | None, Any]:

@@ -17,6 +17,7 @@ from zerobubble.models.making.tracing.traced import Trace
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.unfit import refuse_unfit
 from zerobubble.runtime.stage.whole_model import ModelFacts, digest, kinds
+from zerobubble.runtime.values.buffers import renew_inference_buffers
 from zerobubble.runtime.values.released import is_released
 
 
@@ -36,6 +37,8 @@ class ModelSource:
         """Raises `InputError` for models that cannot be cut regardless of their code, and for one without values."""
         source = cls(given if isinstance(given, (nn.Module, ModelFactory)) else ModelFactory(given))
         refuse_unfit(source.model)
+        if source.is_given:
+            renew_inference_buffers(source.untraced)
         named = (*given.named_parameters(), *given.named_buffers()) if isinstance(given, nn.Module) else ()
         without_values = [name for name, tensor in named if tensor.is_meta]
         if without_values:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zerobubble.runtime.values.released import is_old, values_of
+from zerobubble.runtime.values.sparse import is_compressed
 
 Value = TypeVar("Value")
 
@@ -23,7 +24,7 @@ def copy_of(value: Value, others: dict[int, Any] | None = None) -> Value:
     """Returns a deep copy of `value`, such as a module. `others` is the memo: replacements by id, extended by the copied objects.
 
     Computed tensors that a forward left in the module, such as a recurrent state, are copied detached: `copy.deepcopy` refuses non-leaf
-    tensors.
+    tensors. It also refuses tensors of compressed sparse layouts.
     """
     with _WithoutGradients():
         made: Value = _deep(value, {} if others is None else others)
@@ -88,7 +89,7 @@ def _is_copied_as_others(kind: type[nn.Module]) -> bool:
 
 class _WithoutGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is not Tensor.__deepcopy__ or args[0].is_leaf:
+        if func is not Tensor.__deepcopy__ or (args[0].is_leaf and not is_compressed(args[0])):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         memo[id(tensor)] = tensor.detach().clone()

@@ -26,7 +26,7 @@ _WRAPPERS: dict[type[nn.Module], str] = {
 
 
 def refuse_unfit(model: nn.Module) -> None:
-    """Raises `InputError` for a lazy, wrapped, sharded, compiled, quantized or sparse model, naming the module or parameter."""
+    """Raises `InputError` for a lazy, wrapped, sharded, compiled, quantized, sparse or inference model, naming the module or parameter."""
     refuse_lazy(model)
     _refuse_composed(model)
     for name, module in model.named_modules():
@@ -64,6 +64,9 @@ def refuse_unfit(model: nn.Module) -> None:
             "block.compile()",
         )
     for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            remedy = "make or load the model outside of it"
+            raise InputError("parameter {name!r} was made inside torch.inference_mode(), and does not train", name=name, remedy=remedy)
         if parameter.is_quantized or parameter.layout is not torch.strided:
             kind_of = "quantized" if parameter.is_quantized else f"sparse ({parameter.layout})"
             raise InputError(

@@ -15,9 +15,11 @@ from zerobubble.runtime.checkpoint.checkpointed import checkpointed, with_recove
 from zerobubble.runtime.checkpoint.read import CheckpointLoader
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, CheckpointWriter
 from zerobubble.runtime.pipeline import Pipeline
+from zerobubble.runtime.values.buffers import making_tensors
 
 
 @takes()
+@making_tensors()
 def save(
     path: str | os.PathLike[str],
     pipe: Pipeline | nn.Module,
@@ -60,6 +62,7 @@ def save(
 
 
 @takes()
+@making_tensors()
 def load(
     path: str | os.PathLike[str],
     pipe: Pipeline | nn.Module,

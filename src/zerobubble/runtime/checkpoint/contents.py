@@ -29,6 +29,7 @@ from zerobubble.runtime.checkpoint.states import ParameterState, groups_of
 from zerobubble.runtime.checkpoint.tensor_parts import Mark, Marks, joined, marks_in, part, whole
 from zerobubble.runtime.stage.head_part import HeadRows
 from zerobubble.runtime.step.optimizers import parameters_of
+from zerobubble.runtime.values.sparse import is_sparse
 
 FORM = 2
 """The version of this form."""
@@ -59,6 +60,14 @@ def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, T
             if not isinstance(value, Tensor):
                 message = "{name!r} in the state of stage {stage} is {got}, but a checkpoint holds tensors only"
                 raise InputError(message, name=name, stage=stage, got=with_article(type(value).__name__))
+            if is_sparse(value):
+                raise InputError(
+                    "buffer {name!r} of stage {stage} is sparse ({layout}), and a checkpoint holds dense tensors only",
+                    name=name,
+                    stage=stage,
+                    layout=str(value.layout),
+                    remedy="register it with persistent=False, and make it again before zb.load, or register its indices and values",
+                )
             found[f"model.{_name(names, stage, name, marks.get(name))}"] = joined(marks[name], value) if name in marks else value
     return found
 

@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.values.sparse import is_sparse, parts_of
 
 T = TypeVar("T")
 
@@ -136,13 +137,6 @@ def _read(node: Any, name: str) -> list[Tensor]:
 
 
 _PLAIN = (Tensor, nn.Parameter)
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 
 
 def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
@@ -151,8 +145,8 @@ def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
         return ()
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return (tensor.untyped_storage(),)
-    if tensor.layout in _PARTS:
-        return _of_all(getattr(tensor, part)() for part in _PARTS[tensor.layout])
+    if is_sparse(tensor):
+        return _of_all(parts_of(tensor))
     if is_traceable_wrapper_subclass(tensor):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return _of_all(part for part in parts if isinstance(part, Tensor))

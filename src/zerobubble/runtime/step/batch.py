@@ -121,9 +121,13 @@ def _batch_size(batch: NamedBatch, dims: Sequence[int | None], num_microbatches:
         raise _without_batch(batch, num_microbatches)
     for tensor, _, where in cut:
         if tensor.is_nested or tensor.layout is not torch.strided:
-            kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
-            message = "{place} is a tensor that is {got} and cannot be split"
-            raise InputError(message, place=where, got=kind, remedy=f"give a list of the {num_microbatches} microbatches")
+            kind, remedy = "nested", f"give a list of the {num_microbatches} microbatches"
+            if not tensor.is_nested:  # stages do not send it either
+                kind, remedy = (
+                    f"sparse ({tensor.layout})",
+                    "pass it .to_dense(), or make it a buffer of the model if microbatches share it",
+                )
+            raise InputError("{place} is a tensor that is {got} and cannot be split", place=where, got=kind, remedy=remedy)
     sizes = {tensor.shape[dim]: where for tensor, dim, where in reversed(cut)}
     sizes = {size: where for size, where in sizes.items() if size != 1} or sizes  # size 1 broadcasts
     if len(sizes) > 1:

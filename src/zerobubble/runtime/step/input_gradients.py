@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.memory import has_plain_type
 
 
@@ -34,7 +35,8 @@ class InputGradients:
         Raises `InputError` for a tensor that requires a gradient if the schedule has several routes, or if it is nested or of a tensor
         subclass.
         """
-        part = given.detach() if rows is None else _narrow(given.detach(), rows, dim)
+        detached = _detached(given)
+        part = detached if rows is None else _narrow(detached, rows, dim)
         if given.requires_grad and torch.is_grad_enabled():
             if self._num_routes > 1:
                 message = (
@@ -56,7 +58,7 @@ class InputGradients:
             return [self.part(given, what) for _ in rows]
         if given.requires_grad and torch.is_grad_enabled():
             return [self.part(given, what, own, dim) for own in rows]
-        detached = given.detach()
+        detached = _detached(given)
         return [_narrow(detached, own, dim) for own in rows]
 
     def _add(self, given: Tensor, rows: slice | None, dim: int, part: Tensor) -> None:
@@ -77,6 +79,14 @@ class InputGradients:
         self._sums.clear()
         if sums:
             torch.autograd.backward([given for given, _ in sums], [total / divisor if divisor > 1 else total for _, total in sums])
+
+
+def _detached(given: Tensor) -> Tensor:
+    """Returns `given` without its graph; a normal copy of an inference tensor, which no backward pass can save."""
+    if given.is_inference():
+        with making_tensors():
+            return given.clone()
+    return given.detach()
 
 
 def _narrow(tensor: Tensor, rows: slice, dim: int) -> Tensor:

@@ -47,6 +47,16 @@ def making_tensors() -> Iterator[None]:
         yield
 
 
+def renew_inference_buffers(model: nn.Module) -> None:
+    """Replaces buffers that a forward in `torch.inference_mode` has made, which no backward pass can save, by normal copies."""
+    copies: dict[int, Tensor] = {}
+    for part in model.modules():
+        for name, buffer in buffers_of(part).items():
+            if buffer is not None and buffer.is_inference():
+                with making_tensors():
+                    part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+
+
 @contextmanager
 def changing_weights() -> Iterator[None]:
     """Wraps whatever writes into parameters or buffers, so that torch computes with the new numbers afterwards.

@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.values.buffers import making_tensors
+from zerobubble.runtime.values.sparse import is_sparse
 
 Explain = Callable[[str], InputError]
 """Returns the error that a use of a released tensor raises: of its "values" or its "gradient"."""
@@ -52,22 +54,24 @@ _GUARDED = "_guarded"
 """The attribute of a guarded tensor that holds its `_Guard`."""
 
 
+@making_tensors()  # data that is written in torch.inference_mode makes an inference tensor
 def release(tensor: Tensor, explain: Explain) -> None:
     """Frees the memory of `tensor`, and makes every use of its values raise `explain("values")`.
 
-    Memory of subclasses other than DTensor, such as quantized tensors, is not freed.
+    Memory of sparse tensors, and of subclasses other than DTensor, such as quantized tensors, is not freed.
     """
     if _GUARDED in tensor.__dict__:
         _end_guard(tensor)
-    before = _Release(explain, type(tensor), tuple(tensor.stride()))
+    before = _Release(explain, type(tensor), () if is_sparse(tensor) else tuple(tensor.stride()))
     if isinstance(tensor, DTensor):
         tensor._local_tensor = _empty_like(tensor._local_tensor)
-    elif not hasattr(tensor, "__tensor_flatten__"):
+    elif not hasattr(tensor, "__tensor_flatten__") and not is_sparse(tensor):
         tensor.data = _empty_like(tensor)
     tensor.__dict__[_RELEASED] = before
     tensor.__class__ = _released_kind(before.kind)
 
 
+@making_tensors()
 def refill(tensor: Tensor, value: Tensor) -> None:
     """Makes a released `tensor` usable again, with the memory of `value`; for a DTensor, this is its local part."""
     tensor.__class__ = tensor.__dict__.pop(_RELEASED).kind
@@ -238,7 +242,7 @@ def _move(func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if probe.dtype != tensor.dtype or (isinstance(tensor, DTensor) and probe.device != tensor.device):
         raise _error_of(tensor)
     if probe.device != tensor.device:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), making_tensors():
             tensor.data = _empty_like(tensor, probe.device)
     return tensor
 
