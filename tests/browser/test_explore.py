@@ -89,11 +89,10 @@ def test_back_undoes_the_change_of_a_field(browser: Browser, server: Server) -> 
     for link in links[-2::-1]:
         browser.run("history.back()")
         browser.until(f"{where} === {json.dumps(link)} && {READY}")
-    assert browser.run(ranks) == "4"
-    assert page.boxes == 4 * 2 * 8 * 3
+    browser.until(f"{ranks} === '4'")
+    browser.until(f"document.querySelector('.stage').dataset.boxes === '{4 * 2 * 8 * 3}'")
     browser.run("history.forward()")
-    browser.until(f"{where} === {json.dumps(links[1])} && {READY}")
-    assert browser.run(ranks) == "6"
+    browser.until(f"{where} === {json.dumps(links[1])} && {ranks} === '6'")
     assert page.errors == []
 
 

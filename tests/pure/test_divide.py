@@ -199,7 +199,7 @@ def test_wrong_questions_are_refused(call: Callable[[], object], stated: Stated)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--model megatron-22b", "--model needs --gpu and --gpus, such as --gpu H100 --gpus 1024"),
+        ("--model megatron-22b", "megatron-22b needs --gpu and --gpus, such as --gpu H100 --gpus 1024"),
         ("--model megatron-22b --gpus 8 -p 4 --times 1,1,1", "--ranks and --times cannot be used with --model: leave them out"),
         ("--model megatron-22b --gpus 8 --offload 5", "--offload cannot be used with --model: leave it out"),
         ("--gpu H100 --batch 8", "--gpu and --batch need --model"),

@@ -220,7 +220,7 @@ def test_where_the_list_scheduler_makes_nothing_the_rows_known_before_are_search
     assert check(problem, search(problem, bound(problem), seconds=0, evaluations=30_000)) == 30
 
 
-@pytest.mark.parametrize(("memory", "most"), [(1.0, 1.18), (2.0, 1.17), (3.0, 1.16), (4.0, 1.03)])
+@pytest.mark.parametrize(("memory", "most"), [(0.5, 1.18), (1.0, 1.17), (1.5, 1.16), (2.0, 1.03)])
 def test_work_whose_b_leaves_twice_of_what_f_saved_is_planned_near_its_bound(memory: float, most: float) -> None:
     """With B and W apart alone, the last three take 1.96, 1.51 and 1.19 times the bound, and nothing fits in the first."""
     work = Workload.uniform(4, MODEL, 0.601, held=2.0)
