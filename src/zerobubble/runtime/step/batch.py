@@ -122,11 +122,9 @@ def _batch_size(batch: NamedBatch, dims: Sequence[int | None], num_microbatches:
     for tensor, _, where in cut:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind, remedy = "nested", f"give a list of the {num_microbatches} microbatches"
-            if not tensor.is_nested:  # stages do not send it either
-                kind, remedy = (
-                    f"sparse ({tensor.layout})",
-                    "pass it .to_dense(), or make it a buffer of the model if microbatches share it",
-                )
+            if not tensor.is_nested:  # stages do not send it
+                kind = f"sparse ({tensor.layout})"
+                remedy = f"pass it .to_dense(), make it a buffer of the model, or {remedy} if only the first stage reads it"
             raise InputError("{place} is a tensor that is {got} and cannot be split", place=where, got=kind, remedy=remedy)
     sizes = {tensor.shape[dim]: where for tensor, dim, where in reversed(cut)}
     sizes = {size: where for size, where in sizes.items() if size != 1} or sizes  # size 1 broadcasts
