@@ -244,6 +244,58 @@ def test_the_loss_follows_the_mode_of_the_stage(world: Ranks) -> None:
     assert world.run(evaluated, ranks=2) == [(0.0, True)] * 2
 
 
+class Logging(nn.Module):
+    """A loss that keeps its parts for a log, in attributes of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: dict[str, Any] = {}
+        self.history: list[float] = []
+        self.last = torch.zeros(())
+        self.calls = 0
+        self.inner = nn.Identity()
+        self.rank = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        square, absolute = nn.functional.mse_loss(output, target), nn.functional.l1_loss(output, target)
+        self.logs = {"square": square.item(), "parts": {"absolute": absolute.detach()}}
+        self.history.append(square.item())
+        self.last = square.detach()
+        self.calls += 1
+        self.inner.seen = f"call {self.calls}"
+        return square + absolute
+
+    def kept(self) -> list[float]:
+        seen = float(self.inner.seen.removeprefix("call "))
+        return [self.logs["square"], float(self.logs["parts"]["absolute"]), *self.history, float(self.last), self.calls, seen]
+
+
+def logged(group: Any, schedule: str) -> tuple[list[list[float]], list[list[float]], bool]:
+    """What the loss keeps after each call of a pipeline and on one device, and whether an attribute of the rank's own stays."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6, dtype=torch.float64, device=DEVICE) for _ in range(4)]
+    x = torch.rand(8, 6, dtype=torch.float64, device=DEVICE)
+    whole, alone, loss, ours, theirs = nn.Sequential(*layers), Logging(), Logging(), [], []
+    loss.rank = group.rank()
+    with zb.Pipeline(zb.split(whole, example=x[:2]), schedule, COUNT, loss, group=group) as pipe:
+        for call in (pipe.step, pipe.step, pipe.eval_step):
+            call(x, x.cos())
+            ours.append(loss.kept())
+            loss.history.clear()
+            for inputs in x.chunk(COUNT):
+                alone(whole(inputs), inputs.cos())
+            theirs.append(alone.kept())
+            alone.history.clear()
+    return ours, theirs, loss.rank == group.rank()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_every_rank_has_what_the_loss_keeps(world: Ranks, schedule: str) -> None:
+    for ours, theirs, keeps_own in world.run(logged, schedule, ranks=2):
+        assert [pytest.approx(kept, abs=1e-12) for kept in theirs] == ours
+        assert keeps_own
+
+
 def hidden(group: Any, is_used: bool) -> str:
     """What a step raises whose loss is a function around a criterion, or around something that trains nothing."""
     criterion: nn.Module = Criterion() if is_used else nn.CrossEntropyLoss(weight=torch.ones(11, dtype=torch.float64))

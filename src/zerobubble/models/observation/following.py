@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.runtime.split.python_state.identity import Identity
+from zerobubble.runtime.values.shared_values import with_contents
 
 FORWARD_HOOKS = (
     "_forward_hooks",
@@ -260,25 +261,6 @@ class _Followed:
 def is_data(value: Any) -> bool:
     """Returns whether the value of an attribute is neither code nor a part of the model."""
     return not (isinstance(value, (nn.Module, nn.Parameter)) or callable(value) or modules_inside(value))
-
-
-def with_contents(held: Any, value: Any) -> Any:
-    """Returns `held` with the contents of `value` if both are of one kind that can change in place, else `value`."""
-    if type(held) is not type(value):
-        return value
-    if isinstance(held, list):
-        held[:] = value
-    elif isinstance(held, (dict, set)):
-        held.clear()
-        held.update(value)
-    elif isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype and not held.requires_grad:
-        held.copy_(value)
-    elif not isinstance(held, Tensor) and hasattr(held, "__dict__"):
-        vars(held).clear()
-        vars(held).update(vars(value))
-    else:
-        return value
-    return held
 
 
 def _give_buffer(buffers: dict[str, Tensor | None], made: Mapping[str, Tensor | None], name: str, before: Tensor | None) -> None:

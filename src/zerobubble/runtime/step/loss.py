@@ -21,7 +21,8 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
 from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.step.loss_faults import note_given, unknown_parameter
-from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossReport
+from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossReport, SetState
+from zerobubble.runtime.step.loss_state import LossState
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.added_losses import losses_so_far
@@ -59,7 +60,7 @@ class StepLosses:
 
     The loss of a microbatch includes what stages added. After `close`, `losses` has those of all microbatches, and `added` the part of the
     mean that was added under each name. `requires_grad` then says whether the loss of any microbatch of the batch requires a gradient,
-    `output_requires_grad` whether any output of the model on this rank did, `has_state` whether any rank has such state, and `is_refused`
+    `output_requires_grad` whether any output of the model on this rank did, `set_state` who has set such state, and `is_refused`
     whether `loss_fn` has a fault that all ranks raise. `reads` finds such faults.
     """
 
@@ -85,11 +86,13 @@ class StepLosses:
         self._sums = sums
         self._held = held
         self._has_state = has_state
+        self.state = LossState(loss_fn)
         self.reads = LossReads()
         self.divisor = 1
         self.losses: Tensor | None = None
         self.added: dict[str, Tensor] = {}
-        self.requires_grad = self.output_requires_grad = self.is_refused = self.has_state = False
+        self.requires_grad = self.output_requires_grad = self.is_refused = False
+        self.set_state = SetState.NOTHING
         self.clear()
 
     def clear(self) -> None:
@@ -143,7 +146,9 @@ class StepLosses:
         self._sendings = []
         self._result = self.losses = None
         self._added, self.added = {}, {}
-        self.requires_grad = self.output_requires_grad = self.is_refused = self.has_state = False
+        self.state.begin()
+        self.requires_grad = self.output_requires_grad = self.is_refused = False
+        self.set_state = SetState.NOTHING
         self.reads.fault = None
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
@@ -362,13 +367,13 @@ class StepLosses:
         """Starts sending the losses that this rank knows to `others`, with this `number`, followed by the added losses by name."""
         if not others:
             return
-        self.has_state |= self._has_state()
+        self.set_state |= SetState.MODEL * self._has_state() | SetState.LOSS * self.state.has_changed()
         known = [loss for loss in self._known if loss is not None]
         values = iter(torch.stack(known).tolist() if known else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
         following = AddedLossReport.from_parts(self.added) if self.added else None
         num_following = 0 if following is None else len(following.numbers())
-        dtype, flags = known[0].dtype if known else None, (self.requires_grad, self.is_refused, self.has_state)
+        dtype, flags = known[0].dtype if known else None, (self.requires_grad, self.is_refused, self.set_state)
         report = LossReport(dtype, number, self._weights_hash, num_following, *flags, losses)
         self._sendings = [self._peers.send_control(report, rank) for rank in others]
         if following is not None:
@@ -404,7 +409,7 @@ class StepLosses:
 
     def _merge_report(self, source: int, report: LossReport) -> None:
         """Merges the losses that `source` knows. The rank that sums sends all of them, and the mean."""
-        self.has_state |= report.has_state
+        self.set_state |= report.set_state
         if report.dtype is None:
             self._result = None
             return

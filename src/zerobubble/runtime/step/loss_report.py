@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntFlag
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -16,6 +17,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes that a loss may have."""
 
 
+class SetState(IntFlag):
+    """Who has set state on a rank in a call that other ranks lack."""
+
+    NOTHING = 0
+    MODEL = 1
+    LOSS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class LossReport:
     """The losses that a rank knows, in the order of microbatches, with 0 for others. `dtype` is None if there are no targets.
@@ -23,7 +32,7 @@ class LossReport:
     `number` is the mean of all losses, from the rank that sums, or the total weight, from a rank that sends its losses. `weights_hash`
     differs if the weights of single microbatches do. `num_following` is the size of the `AddedLossReport` that follows, 0 if none does.
     `requires_grad` says whether any of these losses requires a gradient, `is_refused` whether `loss_fn` has a fault that all ranks raise,
-    and `has_state` whether the model has set state on the rank.
+    and `set_state` who has set state on the rank.
     """
 
     topic: ClassVar[Topic] = Topic.LOSS
@@ -34,7 +43,7 @@ class LossReport:
     num_following: int
     requires_grad: bool
     is_refused: bool
-    has_state: bool
+    set_state: SetState
     losses: tuple[float, ...]
 
     @staticmethod
@@ -44,15 +53,16 @@ class LossReport:
 
     def numbers(self) -> tuple[float, ...]:
         dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
-        flags = map(float, (self.requires_grad, self.is_refused, self.has_state))
+        flags = map(float, (self.requires_grad, self.is_refused, self.set_state))
         return (float(dtype), self.number, self.weights_hash, self.num_following, *flags, *self.losses)
 
     @classmethod
     def read(cls, numbers: Tensor) -> LossReport:
         dtype, number, weights_hash, num_following, *rest = numbers.tolist()
         kind = None if dtype < 0 else DTYPES[int(dtype)]
-        requires_grad, is_refused, has_state = map(bool, rest[:3])
-        return cls(kind, number, int(weights_hash), int(num_following), requires_grad, is_refused, has_state, tuple(rest[3:]))
+        requires_grad, is_refused = map(bool, rest[:2])
+        set_state = SetState(int(rest[2]))
+        return cls(kind, number, int(weights_hash), int(num_following), requires_grad, is_refused, set_state, tuple(rest[3:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.loss_faults import why_nothing_trains
+from zerobubble.runtime.step.loss_report import SetState
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts, forecast_memory
 from zerobubble.runtime.step.named_arguments import known_names, positional_names, refuse_other_kwargs, split_kwargs
 from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
@@ -229,14 +230,16 @@ class StepRunner:
         return step.loss
 
     def _give_back(self) -> None:
-        """Gives the model what the code around its parts has set in a call."""
+        """Gives the model what the code around its parts has set in a call, and `loss_fn` what it has set on ranks with a last stage."""
         doing = "sharing attributes that the model has set"
 
         def share(value: Any) -> Any:
             return next(shared for shared in self.gather(value, doing) if shared is not None)
 
         with self.agreed_errors():
-            self._stages.give_back(share if self._losses.has_state else None)
+            self._stages.give_back(share if SetState.MODEL in self._losses.set_state else None)
+        if SetState.LOSS in self._losses.set_state:
+            self._losses.state.put(self.gather(self._losses.state.changed(), "sharing attributes that loss_fn has set"))
 
     def _trained(self, compiled: ReadyProgram, executor: Executor, batch: Batch, given: StepInputs, began: float) -> TrainingStep:
         """Plays a training step, and returns what hooks see of it."""
