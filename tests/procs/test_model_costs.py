@@ -54,6 +54,41 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value).transpose(-2, -3).flatten(-2)
 
 
+class Freeing(torch.autograd.Function):
+    """An exponential whose backward frees its state, which is an attribute or in a container, as reversible blocks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: type) -> Tensor:
+        y = x.exp()
+        ctx.state = {Tensor: y, list: [y], dict: {0: y}}[kind]
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        state = ctx.state if isinstance(ctx.state, Tensor) else ctx.state.pop(0)
+        if isinstance(ctx.state, Tensor):
+            del ctx.state
+        return gradient * state, None
+
+
+class Exponential(nn.Linear):
+    def __init__(self, kind: type) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Freeing.apply(super().forward(x), self.kind)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Tensor, list, dict])
+def test_a_backward_that_frees_its_state_is_counted_and_cut(kind: type) -> None:
+    model = nn.Sequential(*(Exponential(kind) for _ in range(4)))
+    split: Any = zb.split(model, example=torch.zeros(ROWS, WIDTH))
+    times = [(layer.forward, layer.backward, layer.weight) for layer in split.layers(COUNTING)]
+    assert times == [(PRODUCT, 0, PRODUCT), *((PRODUCT, PRODUCT, PRODUCT) for _ in range(3))]
+    assert [sum(parameter.requires_grad for parameter in split(stage, 2).parameters()) for stage in range(2)] == [4, 4]
+
+
 def test_attention_is_counted_as_gpus_run_it() -> None:
     length = 512
     _, layer = estimated(nn.Sequential(Attention(), Attention()), torch.zeros(1, length, WIDTH))

@@ -123,8 +123,7 @@ def _run_or_guess(unit: nn.Module, called: CallRecord, flows_back: bool) -> Esti
     try:
         with _disable_current_modes():
             return _run(unit, called.given, flows_back, message)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        # Its code reads values, does not support the meta device, or needs what an earlier call has kept.
+    except Exception:  # noqa: BLE001 - its code reads values, does not support the meta device, or needs what an earlier call has kept
         trains = _trains(unit)
         return Estimate(called.flops, called.flops * flows_back, called.flops * trains, message, message * trains, message)
 
@@ -134,11 +133,12 @@ def _run(unit: nn.Module, given: OutputForm, flows_back: bool, message: int) -> 
         inputs, outputs = _inputs_and_outputs(unit, given, flows_back)
     trained = [parameter for parameter in parameters_of(unit) if parameter.requires_grad]
     everything = _backward_flops(outputs, [*inputs, *trained])
+    inputs, outputs = _inputs_and_outputs(unit, given, flows_back=flows_back or bool(trained))
+    flowing = _backward_flops(outputs, inputs)
+    weight = everything - flowing
     if trained and not flows_back:  # B still runs from the output to the trained layers in the unit
         inputs, outputs = _inputs_and_outputs(unit, given, flows_back=True)
-        weight = min(everything, _backward_flops(outputs, [*inputs, *trained]) - _backward_flops(outputs, inputs))
-    else:
-        weight = everything - _backward_flops(outputs, inputs)
+        weight = min(everything, _backward_flops(outputs, [*inputs, *trained]) - flowing)
     return Estimate(counting.get_total_flops(), everything - weight, weight, saved.bytes, pending.bytes, message)
 
 
@@ -161,12 +161,12 @@ def _plain(output: Any) -> Any:
 
 
 def _backward_flops(outputs: list[Tensor], wanted: list[Tensor]) -> int:
-    """Returns the FLOPs to compute the gradients of `wanted`."""
+    """Returns the FLOPs to compute the gradients of `wanted`. The graph is gone: a Function may free its state in its backward."""
     flowing = [output for output in outputs if output.requires_grad]
     if not flowing or not wanted:
         return 0
     with FlopCounter() as counter:
-        torch.autograd.grad(flowing, wanted, [torch.zeros_like(output) for output in flowing], retain_graph=True, allow_unused=True)
+        torch.autograd.grad(flowing, wanted, [torch.zeros_like(output) for output in flowing], allow_unused=True)
     return int(counter.get_total_flops())
 
 
