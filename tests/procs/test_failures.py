@@ -286,7 +286,7 @@ def wrong_loops(group: Any) -> tuple[str, str]:
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         inputs, targets = batch(4)
         loss = pipe.step(inputs, targets)
-        with pytest.raises(RuntimeError) as backward:
+        with pytest.raises(zb.InputError) as backward:
             loss.backward()
         with pytest.raises(zb.PipelineError) as caught:
             pipe.step(inputs, targets[:4])
@@ -298,7 +298,7 @@ def wrong_loops(group: Any) -> tuple[str, str]:
 def test_troubleshooting_names_the_errors_of_wrong_training_loops(world: Ranks) -> None:
     page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text(encoding="utf-8")
     for backward, sizes in world.run(wrong_loops, ranks=2):
-        assert f"`{backward.partition(' and ')[0]}`" in page
+        assert backward.partition(",")[0] in page
         states(sizes, "rank 1", 8, 4)
 
 
