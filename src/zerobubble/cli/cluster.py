@@ -100,8 +100,10 @@ def require_model(options: ClusterOptions, but: str | None = None) -> None:
 def _refuse_others() -> None:
     others = [param.name for param in click.get_current_context().command.params if param.name not in _OWN | _SHARED]
     if flags := given_flags(*filter(None, others)):
-        them = "it" if len(flags) == 1 else "them"
-        raise InputError("{argument} cannot be used with --model", argument=" and ".join(flags), remedy=f"leave {them} out")
+        remedy = "leave it out" if len(flags) == 1 else "leave them out"
+        if "--output" in flags:
+            remedy += ", or give layers: `zerobubble split MODEL -o layers.json`, `zerobubble plan --layers layers.json -o plan.json`"
+        raise InputError("{argument} cannot be used with --model", argument=" and ".join(flags), remedy=remedy)
 
 
 def _text(found: Divisions) -> str:

@@ -78,7 +78,7 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
                 "that is faster than waiting for the communication."
             )
     if setting.pp * setting.v > 1:
-        over = "NVLink" if setting.within_domain else "the network"
+        over = "the links between GPUs of a machine" if setting.within_domain else "the network"
         yield f"Messages between stages use {over}. Each GPU of a tensor-parallel group sends its part, and no rank is busy with it."
     if setting.gather_keys:
         yield (
