@@ -63,7 +63,7 @@ def test_what_has_no_form_in_ascii_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "start"), every_of(3, ["zerobubble.notebook", "zerobubble.verify", "click", "zerobubble.cli.plan"], STARTS)
+    ("module", "start"), every_of(3, ["zerobubble.planning", "zerobubble.verify", "click", "zerobubble.cli.plan"], STARTS)
 )
 def test_ctrl_c_while_modules_are_imported_is_one_sentence(module: str, start: str, tmp_path: Path) -> None:
     """Whatever is being imported, the package itself, too: the interrupt comes with the module, so no moment has to be met."""
