@@ -293,3 +293,12 @@ def test_offload_needs_a_memory() -> None:
     done = CliRunner().invoke(main, ["plan", "--ranks", "2", "--microbatches", "2", "--offload", "1"])
     assert done.exit_code != 0
     assert "--offload needs --memory" in " ".join(done.output.split())
+
+
+def test_the_period_of_a_plan_without_offloads_is_that_of_its_schedule() -> None:
+    """The longest span of a rank is 269.15 ms."""
+    work = zb.Workload.from_ms((15.6, 10.6, 7.6), (11.4, 5.9, 16.7), (17.8, 8.3, 17.3), (1.9, 1.9, 1.9))
+    found = zb.plan(work, 6, 6, placements="vee", host=HostLink(1e12, 1e12), objective="period", evaluations=300)
+    assert found.offloads == ()
+    assert found.time == zb.simulation.period(found.schedule, found.costs) == 268_800_000
+    assert zb.simulation.metrics(found.schedule, found.costs).span == 269_150_000
