@@ -21,6 +21,7 @@ import zerobubble as zb
 from zerobubble.simulation import period
 
 sys.path.insert(0, str(Path(__file__).parent))
+from figures import rounded
 from zero_bubble import BUBBLES, DOUBLED, FEW, RUNS, SHAPES, Run, model_of
 
 WITHIN, WITHIN_RATIO = 0.06, 0.03
@@ -145,15 +146,6 @@ def by_schedule(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def mean_error(rows: Iterable[dict[str, Any]]) -> float:
     return fmean(abs(row["error"]) for row in rows)
-
-
-def rounded(value: Any) -> Any:
-    """Floats with four digits after the point, in whatever they lie."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return round(value, 4) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

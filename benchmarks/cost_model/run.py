@@ -19,6 +19,7 @@ from typing import Any
 import zerobubble as zb
 
 sys.path.insert(0, str(Path(__file__).parent))
+from figures import rounded
 from published import (
     A100,
     GIB,
@@ -161,15 +162,6 @@ def as_llama3_was_trained() -> dict[str, Any]:
 def show(row: dict[str, Any]) -> dict[str, Any]:
     print(rounded(row), flush=True)
     return row
-
-
-def rounded(value: Any) -> Any:
-    """Floats with four digits after the point, in whatever they lie."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return round(value, 4) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

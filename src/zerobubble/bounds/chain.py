@@ -50,6 +50,11 @@ def chain_needs(placement: Placement, costs: Costs, delay: int = 0) -> ChainNeed
     return lags
 
 
+def total_time(costs: Costs, kind: Kind, stage: int, num_microbatches: int) -> int:
+    """Returns the total ns of one kind of pass on one stage, over all microbatches."""
+    return sum(costs.times(kind, stage)) if costs.shares else num_microbatches * costs.time(kind, stage)
+
+
 def first_starts(placement: Placement, costs: Costs) -> list[int]:
     """Returns, by rank, the earliest start of its first pass in ns."""
     starts = [0] * placement.num_ranks

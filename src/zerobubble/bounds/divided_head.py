@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from zerobubble.arguments import takes
 from zerobubble.bounds.bound import Bound, Bounds, strongest
 from zerobubble.bounds.certificate import bounds_with_delay, check_parts
-from zerobubble.bounds.chain import first_starts
+from zerobubble.bounds.chain import first_starts, total_time
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
 from zerobubble.bounds.reasons import work_reason
 from zerobubble.bounds.recompute import bounds_with_recompute
@@ -47,20 +47,15 @@ def bounds_with_divided_head(
     else:
         alone = bounds_with_delay(placement, num_microbatches, costs, limits, 0 if costs.shares else _head_delay(placement, costs))
     kinds = (Kind.F, Kind.B, Kind.W)
-    stages = [sum(_total(costs, kind, stage, num_microbatches) for kind in kinds) for stage in range(placement.num_stages)]
+    stages = [sum(total_time(costs, kind, stage, num_microbatches) for kind in kinds) for stage in range(placement.num_stages)]
     works = placement.rank_sums(stages)
     for rank in range(placement.num_ranks):
         part = min(stage for _, stage in placement.stages(rank))
-        works[rank] += sum(_total(costs, kind, part, num_microbatches) for kind in (Kind.S, Kind.T))
+        works[rank] += sum(total_time(costs, kind, part, num_microbatches) for kind in (Kind.S, Kind.T))
     span = max([alone.span, *(_work(rank, work, 0) for rank, work in enumerate(works))])
     starts = first_starts(placement, costs.scaled(min(costs.shares)) if costs.shares else costs)
     begun = [_work(rank, *claim) for rank, claim in enumerate(zip(works, starts, strict=True))]
     return with_sums(Bounds(span, max([alone.makespan, span, *begun])), placement, num_microbatches, costs)
-
-
-def _total(costs: Costs, kind: Kind, stage: int, num_microbatches: int) -> int:
-    """Returns the total ns of one kind of pass on one stage, over all microbatches."""
-    return sum(costs.times(kind, stage)) if costs.shares else num_microbatches * costs.time(kind, stage)
 
 
 def _head_delay(placement: Placement, costs: Costs) -> int:

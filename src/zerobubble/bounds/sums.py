@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zerobubble.bounds.bound import Bound, Bounds
-from zerobubble.bounds.chain import first_starts
+from zerobubble.bounds.chain import first_starts, total_time
 from zerobubble.bounds.overlap import saves_time
 from zerobubble.bounds.reasons import work_reason
 from zerobubble.costs import Costs
@@ -58,7 +58,8 @@ def sums_after_passes(placement: Placement, costs: Costs) -> list[int]:
 
 def _claims(placement: Placement, num_microbatches: int, costs: Costs, begins: Sequence[int], after: Sequence[int]) -> Iterator[Bound]:
     """For each rank that begins after `begins` ns: all its work and the sums after it, and its first complete stage and all its sums."""
-    stages = [_time_of_stage(costs, stage, num_microbatches) for stage in range(placement.num_stages)]
+    kinds = (Kind.F, Kind.B, Kind.W)
+    stages = [[total_time(costs, kind, stage, num_microbatches) for kind in kinds] for stage in range(placement.num_stages)]
     complete = [sum(times[:2] if count > 1 else times) for times, count in zip(stages, costs.buckets, strict=True)]
     works, sums = placement.rank_sums([sum(times) for times in stages]), placement.rank_sums(costs.reduce)
     for rank, begin in enumerate(begins):
@@ -67,13 +68,6 @@ def _claims(placement: Placement, num_microbatches: int, costs: Costs, begins: S
         first = min((complete[stage] for _, stage in placement.stages(rank) if costs.reduce[stage]), default=0)
         reason = f"rank {rank} has {show_ms(sums[rank])} of sums over replicas and cannot begin them before {show_ms(begin + first)}"
         yield Bound(begin + first + sums[rank], reason)
-
-
-def _time_of_stage(costs: Costs, stage: int, num_microbatches: int) -> tuple[int, ...]:
-    """The ns of all F, all B and all W of a stage."""
-    if costs.shares:
-        return tuple(sum(costs.times(kind, stage)) for kind in (Kind.F, Kind.B, Kind.W))
-    return tuple(num_microbatches * costs.time(kind, stage) for kind in (Kind.F, Kind.B, Kind.W))
 
 
 def _has_divided_head(costs: Costs) -> bool:
