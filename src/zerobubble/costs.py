@@ -18,6 +18,7 @@ from zerobubble.level import Level as Level
 from zerobubble.limits import MAX_LIMIT as MAX_LIMIT
 from zerobubble.limits import Limits as Limits
 from zerobubble.rules import given_to, message_receiver, recomputed
+from zerobubble.slicing import Slice, slices_from, slices_of
 from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
 
@@ -66,6 +67,11 @@ class Costs(Displayed):
     `shares` describe microbatches of unequal cost: a positive factor for each on the times and bytes of its passes, rounded to ns and
     bytes. Messages and sums over replicas keep their times. Empty stands for equal microbatches.
 
+    `slices` are the slices of a sequence into which each microbatch is cut: see `sliced`. All columns are then costs of the whole
+    microbatch, and each slice has a share of them. A further column `held_keys` has the bytes of the keys and values of a microbatch: each
+    slice keeps its share from its F until the backward of the first slice. Without `slices`, a schedule over slices counts each slice as a
+    microbatch of these costs.
+
     >>> import zerobubble as zb
     >>> zb.Costs.uniform(4, times=(10, 10, 8), comm=0.5)
     <Costs of 4 stages: F 10 ms, B 10 ms, W 8 ms, messages 0.5 ms>
@@ -85,6 +91,7 @@ class Costs(Displayed):
     reduce: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+    slices: tuple[Slice, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -133,6 +140,7 @@ class Costs(Displayed):
         times += f", BW {show_range(self.fused, show_ms)}" if self.fused else ""
         sums = f", sums over replicas {show_range(self.reduce, show_ms)}" if any(self.reduce) else ""
         sums += f", {counted(len(self.shares), 'microbatch')} of shares {show_range(self.shares, '{:g}'.format)}" if self.shares else ""
+        sums += f", in {len(self.slices)} slices" if self.slices else ""
         return f"of {counted(self.num_stages, 'stage')}: {times}, messages {show_range(self.comm, show_ms)}{sums}"
 
     def _details(self) -> Iterator[str]:
@@ -168,15 +176,24 @@ class Costs(Displayed):
     def require_schedule(self, schedule: Schedule) -> None:
         """Raise `InputError` unless these costs match the stages and microbatches of `schedule`."""
         self.require_fit(schedule.placement, f"schedule {schedule.name!r}")
-        if self.shares and len(self.shares) != schedule.num_microbatches:
+        if self.slices and len(self.slices) != schedule.slices:
+            message = "schedule {schedule!r} has {expected} slices of each microbatch, the costs have {got}"
+            raise InputError(message, schedule=schedule.name, expected=schedule.slices, got=len(self.slices), remedy="see Costs.sliced")
+        if self.shares and len(self.shares) != schedule.num_microbatches // (len(self.slices) or 1):
             count = counted(schedule.num_microbatches, "microbatch")
             message = "schedule {schedule!r} has {count}, but the costs have shares of {got}"
             raise InputError(message, schedule=schedule.name, count=count, got=len(self.shares), remedy="give one for each")
 
     def require_alike(self, what: str) -> None:
-        """Raise `InputError` for costs with shares, which `what` does not support."""
+        """Raise `InputError` for costs with shares or slices, which `what` does not support."""
+        self.require_whole(what)
         if self.shares:
             raise InputError("{what} needs equal microbatches, not {got} shares", what=what, got=len(self.shares), remedy="leave them out")
+
+    def require_whole(self, what: str) -> None:
+        """Raise `InputError` for costs with slices, which `what` does not support."""
+        if self.slices:
+            raise InputError("{what} needs whole microbatches, not {got} slices", what=what, got=len(self.slices), remedy="leave them out")
 
     @property
     def num_stages(self) -> int:
@@ -192,6 +209,32 @@ class Costs(Displayed):
         """
         return dict(self.further).get(FUSED, ())
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether all microbatches cost the same, and are not cut into slices."""
+        return not (self.shares or self.slices)
+
+    @property
+    def num_different(self) -> int:
+        """How many consecutive microbatch numbers may have different costs; those after them repeat."""
+        return (len(self.shares) or 1) * (len(self.slices) or 1)
+
+    def sliced(self, slices: int | Sequence[float], *, attention: tuple[float, float] = (0.0, 0.0)) -> Costs:
+        """Return these costs of whole microbatches for schedules over slices of a sequence.
+
+        Arguments:
+            slices: how many slices of equal length, or their lengths as shares of the tokens, which sum to 1.
+            attention: the shares of F and of B that attention between tokens takes. It grows with the square of the length, so later slices
+                take longer; `zerobubble.slicing.equal_lengths` gives slices that take equally long.
+
+        >>> import zerobubble as zb
+        >>> costs = zb.Costs.uniform(2, times=(10, 10, 8)).sliced(4, attention=(0.2, 0.3))
+        >>> [costs.time(zb.Kind.F, 0, number) for number in range(4)]
+        [2125000, 2375000, 2625000, 2875000]
+        """
+        lengths = (1 / slices,) * slices if isinstance(slices, int) else slices
+        return replace(self, slices=slices_of(lengths, *attention))
+
     def time(self, kind: Kind, stage: int, microbatch: int | None = None) -> int:
         """Return the time of a pass in ns. Costs with shares need the microbatch.
 
@@ -202,23 +245,32 @@ class Costs(Displayed):
         return min(apart, self._sized(traits.fused_time, stage, microbatch)) if self._has(traits.fused_time) else apart
 
     def _sized(self, name: str, stage: int, microbatch: int | None) -> int:
-        """Return a value of a column times the share of the microbatch."""
+        """Return a value of a column times the shares of the microbatch and slice."""
         value = self.column(name)[stage]
-        if not self.shares:
+        if self.are_alike:
             return value
         if microbatch is None:
-            raise InputError("the costs have shares of {got} microbatches", got=len(self.shares), remedy="pass the microbatch")
-        return round(value * self.shares[microbatch])
+            raise InputError("the costs have shares of {got} microbatches", got=self.num_different, remedy="pass the microbatch")
+        return round(value * self._share(name, stage, microbatch))
+
+    def _share(self, name: str, stage: int, microbatch: int) -> float:
+        """Return the share of a microbatch number in the column `name`. A fused BW has the share of B and W together."""
+        whole, number = divmod(microbatch, len(self.slices) or 1)
+        share = self.shares[whole] if self.shares else 1.0
+        if not self.slices:
+            return share
+        piece, (b, w) = self.slices[number], (self.backward[stage], self.weight[stage])
+        return share * ((piece.backward * b + piece.weight * w) / (b + w) if name == FUSED and b + w else piece.share(name))
 
     def times(self, kind: Kind, stage: int) -> list[int]:
-        """Return `time` for every microbatch of the shares."""
+        """Return `time` for the first `num_different` microbatch numbers."""
         traits = traits_of(kind)
-        apart = _sums([self._sized_each(name, stage) for name in traits.times], len(self.shares))
+        apart = _sums([self._sized_each(name, stage) for name in traits.times], self.num_different)
         return list(map(min, apart, self._sized_each(traits.fused_time, stage))) if self._has(traits.fused_time) else apart
 
     def _sized_each(self, name: str, stage: int) -> list[int]:
         value = self.column(name)[stage]
-        return [round(value * share) for share in self.shares]
+        return [round(value * self._share(name, stage, number)) for number in range(self.num_different)]
 
     def scaled(self, share: float) -> Costs:
         """Return costs in which every microbatch costs as much as one of this share in these costs."""
@@ -339,11 +391,15 @@ class Costs(Displayed):
         ranks = placement.rank_sums(stages) if stages else ()
         return tuple(ranks) if any(ranks) else ()
 
-    def message_time(self, kind: Kind, stage: int) -> int:
-        """Return the latency of the message that a pass sends, or of the collective that it gives to, in ns; 0 if it does neither."""
+    def message_time(self, kind: Kind, stage: int, microbatch: int = 0) -> int:
+        """Return the latency of the message that a pass sends, or of the collective that it gives to, in ns; 0 if it does neither.
+
+        The message of a slice takes its share of the time for its microbatch.
+        """
         receiver = message_receiver(kind, stage, self.num_stages)
         if receiver is not None:
-            return self.comm[min(stage, receiver)]
+            time = self.comm[min(stage, receiver)]
+            return round(time * self.slices[microbatch % len(self.slices)].tokens) if self.slices else time
         return self.column(COLLECTIVE)[stage] if given_to(kind, stage, self.num_stages) and self._has(COLLECTIVE) else 0
 
     def _has(self, name: str) -> bool:
@@ -372,13 +428,24 @@ class Costs(Displayed):
         return sum(self.held(value_kind, stage, microbatch) for value_kind in makes_if_recomputed(kind, recomputed_by)) - used
 
     def memory_changes(self, kind: Kind, stage: int, recomputed_by: Kind | None = None) -> list[int]:
-        """Return `memory_change` for every microbatch of the shares."""
+        """Return `memory_change` for the first `num_different` microbatch numbers, with the keys that slices keep."""
         made, used = makes_if_recomputed(kind, recomputed_by), [value_kind for value_kind, hop in traits_of(kind).uses if hop == 0]
         added, freed = (
-            _sums([self._sized_each(HELD[value_kind], stage) for value_kind in value_kinds if value_kind in HELD], len(self.shares))
+            _sums([self._sized_each(HELD[value_kind], stage) for value_kind in value_kinds if value_kind in HELD], self.num_different)
             for value_kinds in (made, used)
         )
-        return [more - less for more, less in zip(added, freed, strict=True)]
+        kept = self._key_changes(kind, stage)
+        return [more - less + keys for more, less, keys in zip(added, freed, kept, strict=True)]
+
+    def _key_changes(self, kind: Kind, stage: int) -> list[int]:
+        """Return the bytes of keys and values that passes add, or free for the whole microbatch behind the backward of its first slice."""
+        carried = {value_kind for value_kind, _ in traits_of(kind).carries}
+        if not (carried and self.slices and self._has(HELD[ValueKind.KEYS])):
+            return [0] * self.num_different
+        keys, count = self._sized_each(HELD[ValueKind.KEYS], stage), len(self.slices)
+        if ValueKind.KEYS in carried:
+            return keys
+        return [0 if number % count else -sum(keys[number : number + count]) for number in range(self.num_different)]
 
     @classmethod
     @takes(num_stages=WHOLE, times=TIMES, comm=NUMBER, stages_per_rank=WHOLE, buckets=WHOLE)
@@ -463,8 +530,8 @@ class Costs(Displayed):
         columns = {name: list(getattr(self, name)) for name in _COLUMNS if name != "buckets" or any(self.buckets)}
         placement = {} if self.placement is None else {"placement": self.placement.to_dict()}
         further = {"further": {name: list(values) for name, values in self.further}} if self.further else {}
-        shares = {"shares": list(self.shares)} if self.shares else {}
-        return {"format": "zerobubble costs 1", **placement, **columns, **further, **shares}
+        parts = {"shares": list(self.shares), "slices": list(map(list, self.slices))}
+        return {"format": "zerobubble costs 1", **placement, **columns, **further, **{name: part for name, part in parts.items() if part}}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Costs:
@@ -473,12 +540,13 @@ class Costs(Displayed):
             columns = {name: tuple(map(whole, (_OPTIONAL | data)[name])) for name in _COLUMNS}
             further = {str(name): tuple(map(whole, values)) for name, values in data.get("further", {}).items()}
             placement = Placement.from_dict(data["placement"]) if "placement" in data else None
-            return cls(**columns, placement=placement, further=tuple(further.items()), shares=tuple(data.get("shares", ())))
+            shares, slices = tuple(data.get("shares", ())), slices_from(data.get("slices", ()))
+            return cls(**columns, placement=placement, further=tuple(further.items()), shares=shares, slices=slices)
 
 
 _OPTIONAL: dict[str, tuple[int, ...]] = {"hidden": (), "reduce": (), "buckets": ()}
 """The columns that may be left out, with their default, which stands for zeros."""
-_COLUMNS = tuple(column.name for column in fields(Costs) if column.name not in ("placement", "further", "shares"))
+_COLUMNS = tuple(column.name for column in fields(Costs) if column.name not in ("placement", "further", "shares", "slices"))
 
 
 def _askers(column: str) -> list[Kind]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import HELD, KINDS, SENT_BETWEEN_STAGES, Collective, Kind, ValueKind, makes_if_recomputed
-from zerobubble.rules import gathered, given_to, recomputed, used_stages
+from zerobubble.rules import carried_from, carried_to, gathered, given_to, recomputed, used_stages
 
 Needs = Sequence[tuple[int, ...]]
 
@@ -72,6 +72,8 @@ def resolve(schedule: Schedule) -> Graph:
         needs = [tuple(need for need in known if need >= 0) if -1 in known else known for known in needs]
     if schedule.has_divided_head:
         needs = _with_collectives(ops, needs, schedule.num_stages)
+    if schedule.slices > 1:
+        needs = _with_slices(ops, needs, schedule.slices)
     together = schedule.overlaps
     pairs = frozenset(i for i, both in enumerate(pairwise(ops)) if both in together) if together else frozenset()
     return Graph(ops, rank, first, needs, pairs)
@@ -85,6 +87,16 @@ def _with_collectives(ops: list[Op], needs: list[tuple[int, ...]], num_stages: i
             givers[collective, op.microbatch].setdefault(op, number)
     more = [[n for c in gathered(op.kind, op.stage, num_stages) for n in givers[c, op.microbatch].values()] for op in ops]
     return [tuple(dict.fromkeys((*known, *others))) if others else known for known, others in zip(needs, more, strict=True)]
+
+
+def _with_slices(ops: list[Op], needs: list[tuple[int, ...]], slices: int) -> list[tuple[int, ...]]:
+    """Return `needs` in which every pass also waits for the passes of neighboring slices whose values it uses."""
+    maker: dict[tuple[ValueKind, int, int], int] = {}
+    for number, op in enumerate(ops):
+        for value_kind in carried_from(op.kind, op.microbatch, slices):
+            maker.setdefault((value_kind, op.stage, op.microbatch), number)
+    more = [[maker.get((value_kind, op.stage, j), -1) for value_kind, j in carried_to(op.kind, op.microbatch, slices)] for op in ops]
+    return [tuple(dict.fromkeys((*known, *(n for n in others if n >= 0)))) for known, others in zip(needs, more, strict=True)]
 
 
 def joint_needs(graph: Graph, needs: Needs) -> Needs:

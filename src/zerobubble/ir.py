@@ -14,7 +14,7 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from zerobubble.arguments import NUMBERED, WHOLE, as_tuple, require, takes, wrong
+from zerobubble.arguments import COUNT, NUMBERED, WHOLE, as_tuple, require, takes, wrong
 from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError, ParseError, reading, whole
 from zerobubble.kinds import KINDS, ValueKind, head_kinds, kinds_making, kinds_using
@@ -218,6 +218,7 @@ class Header(NamedTuple):
     placement: Placement
     num_microbatches: int
     microbatch_routes: tuple[int, ...]
+    slices: int = 1
 
     def check(self, num_rows: int) -> None:
         """Raise `InputError` if the parts do not match each other or `num_rows` rows."""
@@ -233,11 +234,19 @@ class Header(NamedTuple):
             raise InputError("{microbatches} microbatches need as many routes, got {got}", microbatches=microbatches, got=len(routes))
         if any(not 0 <= route < len(self.placement.routes) for route in routes):
             raise wrong("microbatch routes", routes, f"in 0 to {len(self.placement.routes) - 1}")
+        require("slices of a schedule", self.slices, COUNT)
+        if microbatches % self.slices:
+            raise InputError(
+                "microbatches of {slices} slices need a multiple of {slices} numbers, got {got}", slices=self.slices, got=microbatches
+            )
+        if any(len({*routes[first : first + self.slices]}) > 1 for first in range(0, len(routes), self.slices)):
+            raise wrong("microbatch routes", routes, f"the same for all {self.slices} slices of a microbatch")
 
     def summary(self) -> str:
         """Return the name and the sizes in a few words."""
         where = f"{counted(self.placement.num_stages, 'stage')} on {counted(self.placement.num_ranks, 'rank')} ({self.placement.name})"
-        return f"{self.name or 'unnamed'}: {where}, {counted(self.num_microbatches, 'microbatch')}"
+        slices = f" of {self.slices} slices" if self.slices > 1 else ""
+        return f"{self.name or 'unnamed'}: {where}, {counted(self.num_microbatches // self.slices, 'microbatch')}{slices}"
 
     def lines(self) -> list[str]:
         """Return the text form; `parse` reads it."""
@@ -245,6 +254,8 @@ class Header(NamedTuple):
         lines = [f"name {self.name}".rstrip(), f"placement {self.placement.name}: {routes}", f"microbatches {self.num_microbatches}"]
         if self.microbatch_routes:
             lines.append("routes " + " ".join(map(str, self.microbatch_routes)))
+        if self.slices > 1:
+            lines.append(f"slices {self.slices}")
         return lines
 
     @classmethod
@@ -255,10 +266,15 @@ class Header(NamedTuple):
                 raise ParseError("the header line {key!r} is missing", key=key)
         name, _, routes = lines["placement"].rpartition(":")
         placement = Placement(name, num_rows, tuple(_numbers("placement", route) for route in routes.split("|")))
-        microbatches = _numbers("microbatches", lines["microbatches"])
-        if len(microbatches) != 1:
-            raise ParseError("the header line 'microbatches' must have one number, got {got!r}", got=lines["microbatches"])
-        return cls(lines.get("name", "unnamed"), placement, microbatches[0], _numbers("routes", lines.get("routes", "")))
+        microbatches, slices = _number("microbatches", lines["microbatches"]), _number("slices", lines.get("slices", "1"))
+        return cls(lines.get("name", "unnamed"), placement, microbatches, _numbers("routes", lines.get("routes", "")), slices)
+
+
+def _number(key: str, text: str) -> int:
+    numbers = _numbers(key, text)
+    if len(numbers) != 1:
+        raise ParseError("the header line {key!r} must have one number, got {got!r}", key=key, got=text)
+    return numbers[0]
 
 
 def _numbers(key: str, text: str) -> tuple[int, ...]:
@@ -288,12 +304,15 @@ def content_lines(text: str, noun: str) -> list[tuple[int, str]]:
     return lines[1:]
 
 
+_HEADER_KEYS = ("name", "placement", "microbatches", "routes", "slices")
+
+
 def add_header_line(header: dict[str, str], number: int, line: str) -> None:
     """Add a header line to `header`; raises `ParseError` for an unknown or repeated one."""
     key, _, rest = line.partition(" ")
-    if key not in ("name", "placement", "microbatches", "routes") or key in header:
-        message = "line {number}: {line!r} is neither a row nor a header (name, placement, microbatches, routes; once each)"
-        raise ParseError(message, number=number, line=line)
+    if key not in _HEADER_KEYS or key in header:
+        message = "line {number}: {line!r} is neither a row nor a header ({keys}; once each)"
+        raise ParseError(message, number=number, line=line, keys=", ".join(_HEADER_KEYS))
     header[key] = rest.strip()
 
 
@@ -304,11 +323,12 @@ class WithHeader(Displayed):
     placement: Placement
     num_microbatches: int
     microbatch_routes: tuple[int, ...]
+    slices: int
 
     @property
     def header(self) -> Header:
         """All parts but the rows."""
-        return Header(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
+        return Header(self.name, self.placement, self.num_microbatches, self.microbatch_routes, self.slices)
 
     @property
     def num_ranks(self) -> int:
@@ -328,6 +348,9 @@ class Schedule(WithHeader):
     adjacent passes of a row that run as one step: both start when the inputs of both have arrived, and their results are sent when both
     have ended. Legality is not checked here, so that a faulty schedule is a value that can be explained; see `verify.schedule_faults`.
 
+    If each microbatch is cut into `slices` of its sequence, microbatch numbers count slices: number `j` is slice `j % slices` of microbatch
+    `j // slices`, and `num_microbatches` is the number of all slices. Slices of a stage run F in order, and B or BW in reverse order.
+
     >>> import zerobubble as zb
     >>> rows = [[zb.Op.parse(text) for text in row.split()] for row in ("0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")]
     >>> schedule = zb.Schedule("mine", zb.Placement.linear(2), 2, rows)
@@ -345,6 +368,7 @@ class Schedule(WithHeader):
     rows: tuple[tuple[Op, ...], ...]
     microbatch_routes: tuple[int, ...] = field(default=())
     overlaps: frozenset[tuple[Op, Op]] = field(default=frozenset())
+    slices: int = 1
 
     def __post_init__(self) -> None:
         rows = as_tuple("the rows of a schedule, a list of passes for each rank,", self.rows)
@@ -382,12 +406,13 @@ class Schedule(WithHeader):
         num_microbatches: int,
         rows: Iterable[Iterable[Step]],
         microbatch_routes: tuple[int, ...] = (),
+        slices: int = 1,
     ) -> Schedule:
         """Return the schedule with these steps in its rows."""
         cut = [list(row) for row in rows]
         passes = tuple(tuple(op for step in row for op in step) for row in cut)
         pairs = frozenset((step[0], step[1]) for row in cut for step in row if len(step) > 1)
-        return cls(name, placement, num_microbatches, passes, microbatch_routes, pairs)
+        return cls(name, placement, num_microbatches, passes, microbatch_routes, pairs, slices)
 
     @property
     def is_forward_only(self) -> bool:
@@ -429,7 +454,7 @@ class Schedule(WithHeader):
         else:
             stages = [[stage for stage, home in enumerate(route) if home == rank] for rank in range(self.num_ranks)]
             rows = tuple(tuple(Op(Kind.F, stage, j) for stage in own for j in range(self.num_microbatches)) for own in stages)
-        return Schedule(name, self.placement, self.num_microbatches, rows)
+        return Schedule(name, self.placement, self.num_microbatches, rows, slices=self.slices)
 
     def ops(self) -> Iterator[tuple[int, int, Op]]:
         """Yield every pass as (rank, position, op)."""
@@ -451,8 +476,8 @@ class Schedule(WithHeader):
                 rows.append(parse_row(number, line[5:], len(rows), parse_step))
             else:
                 add_header_line(header, number, line)
-        name, placement, microbatches, routes = Header.parse(header, len(rows))
-        return cls.of_steps(name, placement, microbatches, rows, routes)
+        name, placement, microbatches, routes, slices = Header.parse(header, len(rows))
+        return cls.of_steps(name, placement, microbatches, rows, routes, slices)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form; `from_dict` reads it."""
@@ -462,6 +487,7 @@ class Schedule(WithHeader):
             "placement": {"name": self.placement.name, "routes": [list(route) for route in self.placement.routes]},
             "microbatches": self.num_microbatches,
             "microbatch_routes": list(self.microbatch_routes),
+            **({"slices": self.slices} if self.slices > 1 else {}),
             "rows": [list(map(_step_text, row)) for row in self.steps],
         }
 
@@ -472,7 +498,7 @@ class Schedule(WithHeader):
             routes = tuple(tuple(map(whole, route)) for route in data["placement"]["routes"])
             rows, taken = tuple(tuple(map(parse_step, row)) for row in data["rows"]), tuple(map(whole, data.get("microbatch_routes", ())))
             placement = Placement(str(data["placement"]["name"]), len(rows), routes)
-            return cls.of_steps(str(data["name"]), placement, whole(data["microbatches"]), rows, taken)
+            return cls.of_steps(str(data["name"]), placement, whole(data["microbatches"]), rows, taken, whole(data.get("slices", 1)))
 
 
 def _cut(row: tuple[Op, ...], pairs: frozenset[tuple[Op, Op]]) -> Iterator[Step]:

@@ -17,6 +17,12 @@ Every rank gives its part, and a pass that gathers waits for all parts of its mi
 
 With these passes the backward of the last stage gathers its gradient from all parts instead of taking it from the loss.
 
+If microbatches are cut into slices of their sequence, attention makes passes of one stage depend on each other, too. Slice k attends to
+the keys and values of the slices before it, and their gradient is complete once the backward of the slices behind it has run:
+
+    F(s,k)        uses the keys of F(s,k-1)             makes keys for F(s,k+1)
+    B, BW(s,k)    uses the keys' gradient of B(s,k+1)   makes a gradient for B(s,k-1)
+
 The activation for the first stage comes from the batch and the gradient for the last stage from the loss, so no pass makes them.
 Activations and gradients are sent between ranks. Saved values, inputs and work stay on the rank that made them and fill its memory.
 
@@ -87,7 +93,8 @@ class ValueKind(str):
 
     Weight work is what B defers to W. `v` is the value that S makes for T, and `u` the one that SL makes for TX. `o`, `x` and `p` are
     contributions to the collectives of a divided head: the output of the last stage, the maxima and sums of a part's softmax, and a part
-    of the gradient for that output.
+    of the gradient for that output. `y` and `q` are the keys and values that a slice of a sequence leaves to the next one, and the gradient
+    for them that goes to the slice before.
 
     Each value kind is a single object, so value kinds can be compared with `is`. Raises `InputError` for a letter that was not added.
     """
@@ -104,6 +111,8 @@ class ValueKind(str):
     OUTPUT: ClassVar[ValueKind]
     SOFTMAX_SUMS: ClassVar[ValueKind]
     GRADIENT_PART: ClassVar[ValueKind]
+    KEYS: ClassVar[ValueKind]
+    KEY_GRADIENT: ClassVar[ValueKind]
 
     def __new__(cls, letter: str) -> ValueKind:
         known = _VALUE_KIND_OF.get(letter) if isinstance(letter, str) else None
@@ -152,6 +161,8 @@ class Traits:
     - `phrase`: a description of what it computes, such as `input gradient`.
     - `uses`: the values that it needs to start, as (value kind, hop): a pass of stage `s` uses the value of stage `s + hop`.
     - `makes`: the value kinds that it makes for other passes; at most one of them may be sent between ranks.
+    - `carries`: the values that go from slice to slice of a sequence on its stage, as (value kind, hop): a pass of slice `k` uses the value
+      of slice `k + hop`, and makes the one for slice `k - hop`.
     - `times`: the columns of `Costs` whose sum is its duration.
     - `fused_time`: an optional column of `Costs` with its duration as a fused pass, used if less than the sum; empty if it has none.
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
@@ -182,9 +193,10 @@ class Traits:
     gives: tuple[Collective, ...] = field(default=(), repr=False)
     fused_time: str = ""
     forward: CheckpointedForward | None = field(default=None, repr=False)
+    carries: tuple[tuple[ValueKind, int], ...] = field(default=(), repr=False)
 
 
-_VALUE_KIND_OF: dict[str, ValueKind] = {letter: str.__new__(ValueKind, letter) for letter in "agswivuoxp"}
+_VALUE_KIND_OF: dict[str, ValueKind] = {letter: str.__new__(ValueKind, letter) for letter in "agswivuoxpyq"}
 _KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in ("F", "B", "W", "BW", "R", "S", "T", "SL", "TX")}
 (
     ValueKind.ACTIVATION,
@@ -196,8 +208,8 @@ _KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in 
     ValueKind.HEAD_LOGITS,
     *_given,
 ) = _VALUE_KIND_OF.values()
-ValueKind.OUTPUT, ValueKind.SOFTMAX_SUMS, ValueKind.GRADIENT_PART = _given
-_GIVEN: dict[Collective, ValueKind] = dict(zip(Collective, _given, strict=True))
+ValueKind.OUTPUT, ValueKind.SOFTMAX_SUMS, ValueKind.GRADIENT_PART, ValueKind.KEYS, ValueKind.KEY_GRADIENT = _given
+_GIVEN: dict[Collective, ValueKind] = dict(zip(Collective, _given[:3], strict=True))
 Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.S, Kind.T, Kind.SL, Kind.TX = _KIND_OF.values()
 
 SENT_BETWEEN_STAGES = frozenset({ValueKind.ACTIVATION, ValueKind.GRADIENT})
@@ -218,6 +230,7 @@ HELD: dict[ValueKind, str] = {
     ValueKind.INPUT: "held_input",
     ValueKind.HEAD_WORK: "held_head",
     ValueKind.HEAD_LOGITS: "held_head",
+    ValueKind.KEYS: "held_keys",
 }
 """Value kinds that stay on their rank and fill its memory, with the column of `Costs` for their bytes. `add_value_kind` adds to it."""
 
@@ -232,6 +245,7 @@ KINDS: dict[Kind, Traits] = {
         color="#3d6fc2",
         fills_from_start=True,
         torch_letter="F",
+        carries=((ValueKind.KEYS, -1),),
     ),
     Kind.B: Traits(
         phrase="input gradient",
@@ -243,6 +257,7 @@ KINDS: dict[Kind, Traits] = {
         color="#34b58c",
         adds_gradients=True,
         torch_letter="I",
+        carries=((ValueKind.KEY_GRADIENT, +1),),
     ),
     Kind.W: Traits(
         phrase="weight gradient",
@@ -267,6 +282,7 @@ KINDS: dict[Kind, Traits] = {
         color="#96284f",
         adds_gradients=True,
         torch_letter="B",
+        carries=((ValueKind.KEY_GRADIENT, +1),),
     ),
     Kind.R: Traits(
         phrase="recomputed forward",

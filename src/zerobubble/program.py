@@ -104,6 +104,7 @@ class Program(WithHeader):
     num_microbatches: int
     rows: tuple[tuple[Action, ...], ...]
     microbatch_routes: tuple[int, ...] = field(default=())
+    slices: int = 1
 
     def __post_init__(self) -> None:
         self.header.check(len(self.rows))
@@ -138,13 +139,13 @@ class Program(WithHeader):
 
     def uses(self, step: Step) -> list[Value]:
         """Return the values that a step needs to start, each once, in the order of its passes."""
-        used = [value for op in step for value in uses(op, self.num_stages, self.head_parts)]
+        used = [value for op in step for value in uses(op, self.num_stages, self.head_parts, self.slices)]
         return used if len(step) == 1 else list(dict.fromkeys(used))
 
     def makes(self, step: Step) -> list[Value]:
         """Return the values that a step makes for other passes."""
         forward_only, recomputed_by, parts = self.is_forward_only, self.recomputed, self.head_parts
-        return [value for op in step for value in makes(op, self.num_stages, forward_only, recomputed_by.get(op[1:]), parts)]
+        return [value for op in step for value in makes(op, self.num_stages, forward_only, recomputed_by.get(op[1:]), parts, self.slices)]
 
     def channels(self) -> Iterator[tuple[int, int, Channel, Send | Recv]]:
         """Yield every send and receive as (rank, position, channel, action)."""
@@ -156,7 +157,7 @@ class Program(WithHeader):
     def to_schedule(self) -> Schedule:
         """Return the schedule that the program runs."""
         rows = [[action.step for action in row if isinstance(action, Compute)] for row in self.rows]
-        return Schedule.of_steps(*self.header[:3], rows, self.microbatch_routes)
+        return Schedule.of_steps(*self.header[:3], rows, self.microbatch_routes, self.slices)
 
     def to_text(self) -> str:
         """Return the text form, one action per line. `Program.from_text` reads it."""
@@ -179,8 +180,8 @@ class Program(WithHeader):
                 rows.append([])
             else:
                 add_header_line(header, number, line)
-        name, placement, microbatches, routes = Header.parse(header, len(rows))
-        return cls(name, placement, microbatches, tuple(map(tuple, rows)), routes)
+        name, placement, microbatches, routes, slices = Header.parse(header, len(rows))
+        return cls(name, placement, microbatches, tuple(map(tuple, rows)), routes, slices)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form; `from_dict` reads it."""

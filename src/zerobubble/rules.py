@@ -53,29 +53,58 @@ def recomputed(passes: Iterable[Op]) -> Recomputed:
     return {(stage, microbatch): kind for kind, stage, microbatch in passes if kind in recomputed_by}
 
 
-def uses(op: Op, num_stages: int, parts: tuple[int, ...] = ()) -> list[Value]:
-    """Return the values that `op` needs to start. With `parts`, those of a divided head, they include the values it gathers."""
+def uses(op: Op, num_stages: int, parts: tuple[int, ...] = (), slices: int = 1) -> list[Value]:
+    """Return the values that `op` needs to start. With `parts`, those of a divided head, they include the values it gathers.
+
+    If each microbatch has several `slices`, they include what neighboring slices leave to it.
+    """
     own = [Value(value_kind, stage, op.microbatch) for value_kind, stage in used_stages(op.kind, op.stage, num_stages)]
     for collective in gathered(op.kind, op.stage, num_stages) if parts else ():
         givers = (num_stages - 1,) if collective is Collective.OUTPUT else parts
         own += [Value(collective.value_kind, stage, op.microbatch) for stage in givers]
-    return own
+    return own + [Value(value_kind, op.stage, maker) for value_kind, maker in carried_to(op.kind, op.microbatch, slices)]
 
 
 def makes(
-    op: Op, num_stages: int, forward_only: bool = False, recomputed_by: Kind | None = None, parts: tuple[int, ...] = ()
+    op: Op,
+    num_stages: int,
+    forward_only: bool = False,
+    recomputed_by: Kind | None = None,
+    parts: tuple[int, ...] = (),
+    slices: int = 1,
 ) -> list[Value]:
     """Return the values that `op` makes for other passes.
 
     An F of inference saves nothing. An F that a pass of kind `recomputed_by` recomputes saves only its input. With `parts`, those of a
-    divided head, the values include the contributions to collectives.
+    divided head, the values include the contributions to collectives. With several `slices`, they include what it leaves to neighboring
+    slices.
     """
     own = [
         Value(value_kind, op.stage, op.microbatch)
         for value_kind in made_value_kinds(op.kind, op.stage, num_stages, forward_only, recomputed_by)
     ]
     given = given_to(op.kind, op.stage, num_stages) if parts else ()
-    return own + [Value(collective.value_kind, op.stage, op.microbatch) for collective in given]
+    own += [Value(collective.value_kind, op.stage, op.microbatch) for collective in given]
+    return own + [Value(value_kind, op.stage, op.microbatch) for value_kind in carried_from(op.kind, op.microbatch, slices)]
+
+
+def carried_to(kind: Kind, microbatch: int, slices: int) -> list[tuple[ValueKind, int]]:
+    """Return the values that a pass uses of neighboring slices of its stage, as (value kind, microbatch number of the maker).
+
+    With `slices`, microbatch numbers count slices: see `Schedule`.
+    """
+    if slices == 1:
+        return []
+    at = microbatch % slices
+    return [(value_kind, microbatch + hop) for value_kind, hop in KINDS[kind].carries if 0 <= at + hop < slices]
+
+
+def carried_from(kind: Kind, microbatch: int, slices: int) -> list[ValueKind]:
+    """Return the value kinds that a pass makes for a neighboring slice of its stage."""
+    if slices == 1:
+        return []
+    at = microbatch % slices
+    return [value_kind for value_kind, hop in KINDS[kind].carries if 0 <= at - hop < slices]
 
 
 @cache
@@ -96,7 +125,7 @@ def made_value_kinds(
 
 def makers(value: Value) -> list[Op]:
     """Return the passes that can make `value`. The first of them that a schedule contains makes it: R comes before F."""
-    kinds = [kind for kind in KINDS if kind in kinds_making(value.value_kind)]
+    kinds = [kind for kind, traits in KINDS.items() if value.value_kind in (*traits.makes, *(carried for carried, _ in traits.carries))]
     return [Op(kind, value.stage, value.microbatch) for kind in sorted(kinds, key=lambda kind: kind not in recomputing_kinds())]
 
 

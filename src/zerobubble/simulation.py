@@ -190,13 +190,14 @@ def pass_times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
     """Return the duration of each step and the latency of each message, by pass number and in ns, as `graph.play` takes them."""
     stages = range(costs.num_stages)
     times = ByKind(lambda kind: [costs.time(kind, stage) for stage in stages])
+    count = costs.num_different
     messages = ByKind(lambda kind: [costs.message_time(kind, stage) for stage in stages])
-    if costs.shares:
-        by_microbatch = ByKind(lambda kind: [costs.times(kind, stage) for stage in stages])
-        takes = [by_microbatch[kind][stage][microbatch] for kind, stage, microbatch in graph.ops]
-    else:
+    if costs.are_alike:
         takes = [times[kind][stage] for kind, stage, _ in graph.ops]
-    delays = [messages[kind][stage] for kind, stage, _ in graph.ops]
+    else:
+        by_microbatch = ByKind(lambda kind: [costs.times(kind, stage) for stage in stages])
+        takes = [by_microbatch[kind][stage][microbatch % count] for kind, stage, microbatch in graph.ops]
+    delays = [costs.message_time(*op) for op in graph.ops] if costs.slices else [messages[kind][stage] for kind, stage, _ in graph.ops]
     for first in graph.pairs:
         takes[first], takes[first + 1] = costs.step_time((graph.ops[first], graph.ops[first + 1])), 0
     return takes, delays
@@ -286,11 +287,11 @@ class _Changes(NamedTuple):
 def _changes(costs: Costs) -> _Changes:
     def by_stage(kind: Kind, recomputed_by: Kind | None = None) -> list[list[int]]:
         stages = range(costs.num_stages)
-        if costs.shares:
-            return [costs.memory_changes(kind, stage, recomputed_by) for stage in stages]
-        return [[costs.memory_change(kind, stage, recomputed_by)] for stage in stages]
+        if costs.are_alike:
+            return [[costs.memory_change(kind, stage, recomputed_by)] for stage in stages]
+        return [costs.memory_changes(kind, stage, recomputed_by) for stage in stages]
 
-    return _Changes(ByKind(by_stage), ByKind(lambda recomputed_by: by_stage(Kind.F, recomputed_by)), len(costs.shares) or 1)
+    return _Changes(ByKind(by_stage), ByKind(lambda recomputed_by: by_stage(Kind.F, recomputed_by)), costs.num_different)
 
 
 def _held(row: Sequence[Op], changes: _Changes) -> list[int]:

@@ -23,7 +23,7 @@ from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Op
 from zerobubble.kinds import Kind, ValueKind
 from zerobubble.program import Action, Channel, Compute, Free, Program, Recv, Send
-from zerobubble.rules import Value, makes, uses
+from zerobubble.rules import Value, carried_from, carried_to, makes, uses
 from zerobubble.verify import schedule_faults
 
 
@@ -135,7 +135,9 @@ class _Numbered:
         if (kind, stage) not in self._used:
             known = uses(Op(kind, stage, 0), self.program.num_stages, self.program.head_parts)
             self._used[kind, stage] = [self._column(value.value_kind, value.stage) for value in known]
-        return [column + microbatch for column in self._used[kind, stage]]
+        carried = carried_to(kind, microbatch, self.program.slices)
+        near = [self._column(value_kind, stage) + maker for value_kind, maker in carried]
+        return [*(column + microbatch for column in self._used[kind, stage]), *near]
 
     def _made_by(self, op: Op) -> list[int]:
         kind, stage, microbatch = op
@@ -144,7 +146,9 @@ class _Numbered:
             program = self.program
             known = makes(Op(kind, stage, 0), program.num_stages, program.is_forward_only, recomputed_by, program.head_parts)
             self._made[kind, stage, recomputed_by] = [self._column(value.value_kind, value.stage) for value in known]
-        return [column + microbatch for column in self._made[kind, stage, recomputed_by]]
+        carried = carried_from(kind, microbatch, self.program.slices)
+        near = [self._column(value_kind, stage) + microbatch for value_kind in carried]
+        return [*(column + microbatch for column in self._made[kind, stage, recomputed_by]), *near]
 
 
 def _message_faults(numbered: _Numbered) -> list[Fault]:

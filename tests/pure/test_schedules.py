@@ -178,7 +178,7 @@ def test_a_recipe_without_a_small_shape_says_so() -> None:
 def test_a_group_is_an_option_of_interleaved() -> None:
     rank = make("interleaved-1f1b", 2, 4, group=4).rows[1]
     assert [str(op) for op in rank[:6]] == ["1F0", "1F1", "1F2", "1F3", "3F0", "3BW0"]
-    assert SCHEDULES["interleaved-1f1b"].options == {"group": None}
+    assert SCHEDULES["interleaved-1f1b"].options == {"group": None, "slices": 1}
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limi
 def bounds_with_delay(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, delay: int) -> Bounds:
     """Like `lower_bounds`, with `delay` ns between the last stage's F and its B. The delay is ignored if there are shares."""
     check_parts(placement, costs, limits)
+    costs.require_whole("a bound")
     if num_microbatches < 1:
         raise InputError("a bound needs at least 1 microbatch, got {num_microbatches}", num_microbatches=num_microbatches)
     if costs.shares and len(costs.shares) != num_microbatches:

@@ -117,7 +117,7 @@ def _parse_pass(text: str, cell: str) -> Op:
 
 
 def require_expressible(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule that PyTorch cannot run: it has unknown passes, several routes, or losses out of order.
+    """Raise `InputError` for a schedule that PyTorch cannot run: it has unknown passes, several routes, slices, or losses out of order.
 
     PyTorch keeps one copy of each stage, and numbers the losses of microbatches in the order in which they are computed.
     """
@@ -125,6 +125,9 @@ def require_expressible(schedule: Schedule) -> None:
     if routes > 1:
         message = "schedule {name!r} has {routes} routes, but PyTorch's CSV can express one; {remedy}"
         raise InputError(message, name=name, routes=routes, remedy="use the text or JSON form")
+    if schedule.slices > 1:
+        message = "schedule {name!r} cuts microbatches into {slices} slices, which PyTorch's CSV cannot express; {remedy}"
+        raise InputError(message, name=name, slices=schedule.slices, remedy="use the text or JSON form")
     for kind in {op.kind for _, _, op in schedule.ops()}:
         _letter(kind)
     forwards, end = kinds_making(ValueKind.ACTIVATION), schedule.num_stages - 1

@@ -87,7 +87,7 @@ def _write(schedule: Schedule, graph: Graph, messages: Sequence[Message], posts:
                 if at in frees:
                     row += frees[at]
         rows.append(tuple(row))
-    return Program(*schedule.header[:3], tuple(rows), schedule.microbatch_routes)
+    return Program(*schedule.header[:3], tuple(rows), schedule.microbatch_routes, schedule.slices)
 
 
 def sound(program: Program) -> Program:

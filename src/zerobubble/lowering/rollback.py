@@ -13,6 +13,7 @@ rollback point are posted before the receiver's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from zerobubble.kinds import ValueKind, kinds_making
@@ -52,7 +53,7 @@ def with_rollback_points(program: Program) -> tuple[Program, tuple[RollbackPoint
         head = [*(action for action in before if action not in late), *early]
         rows.append((*head, *late, *(action for action in after if action not in early)))
         positions.append(len(head))
-    moved = Program(program.name, program.placement, program.num_microbatches, tuple(rows), program.microbatch_routes)
+    moved = replace(program, rows=tuple(rows))
     return moved, _rollback_points(moved, positions)
 
 

@@ -222,6 +222,8 @@ def dependency_faults(options: PipelineOptions) -> str:
         faults.append("link is for the copies of offloads: give offload, or leave link out")
     if options.offload is not None and _planned_offloads(options):
         faults.append("the plan already has offloads: leave offload out, or give the schedule of the plan instead of the plan")
+    if isinstance(options.schedule, Schedule) and options.schedule.slices > 1:
+        faults.append("pipelines do not run slices of a sequence yet: give a schedule without slices")
     return "; ".join(faults)
 
 

@@ -85,7 +85,7 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
         num_ranks: processes of the pipeline.
         num_microbatches: slices of each batch.
         stages_per_rank: stages on each rank, for schedules that allow a choice; by default the schedule's usual number.
-        options: further options of the schedule, such as `group` of interleaved-1f1b.
+        options: further options of the schedule, such as `group` of interleaved-1f1b, or `slices` of a sequence in each microbatch.
 
     >>> import zerobubble as zb
     >>> zb.make("zb-v", 4, 8)
@@ -99,7 +99,7 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
         raise InputError(refusal)
     recipe.check_options(options)
     made = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
-    if not isinstance(made, Schedule) or (made.num_ranks, made.num_microbatches) != (num_ranks, num_microbatches):
+    if not isinstance(made, Schedule) or (made.num_ranks, made.num_microbatches // made.slices) != (num_ranks, num_microbatches):
         wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"
         raise InputError("the function of schedule {name!r} must return {wanted}, got {made!r:.80}", name=name, wanted=wanted, made=made)
     return made

@@ -14,6 +14,11 @@ def groups_of(microbatches: int, count: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(ends)]
 
 
+def slices_in_reverse(microbatches: int, slices: int) -> list[int]:
+    """Return the numbers of all slices in the order of their backward passes: microbatch after microbatch, the last slice first."""
+    return [first + k for first in range(0, microbatches * slices, slices) for k in reversed(range(slices))]
+
+
 def round_trips(kind: Kind, stages: Sequence[int], groups: Sequence[range]) -> list[Op]:
     """Return a rank's passes of one kind: group by group through its `stages`, in reverse order for all kinds but F."""
     along = stages if kind is Kind.F else stages[::-1]

@@ -27,6 +27,9 @@ Needs = Callable[[int, int, int], str]
 OF_SHAPE = takes(ranks=COUNT, microbatches=COUNT, stages_per_rank=COUNT)
 """Decorates the function of a schedule. `make` checks also what only this schedule needs."""
 
+OF_SLICES = takes(ranks=COUNT, microbatches=COUNT, stages_per_rank=COUNT, slices=COUNT)
+"""Decorates the function of a schedule whose microbatches may be cut into slices of their sequence."""
+
 
 def no_needs(ranks: int, microbatches: int, stages_per_rank: int) -> str:
     """Return "": the schedule supports every shape."""

@@ -31,7 +31,7 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None, micr
     ]
     rows = [list(_with_recompute(row, *chosen)) for row in schedule.steps]
     name = f"{schedule.name}, recomputed"
-    return Schedule.of_steps(name, schedule.placement, schedule.num_microbatches, rows, schedule.microbatch_routes)
+    return Schedule.of_steps(name, schedule.placement, schedule.num_microbatches, rows, schedule.microbatch_routes, schedule.slices)
 
 
 def _require_plain(schedule: Schedule) -> None:

@@ -61,7 +61,8 @@ def with_vocabulary(schedule: Schedule, algorithm: int = 2, costs: Costs | None 
             for kind, wait in zip(PASSES[algorithm], (0, backwards_late // 2), strict=True)
         )
         rows.append(tuple(op for _, op in sorted([*plain, *first, *second], key=itemgetter(0))))
-    return Schedule(f"{schedule.name}, vocabulary {algorithm}", schedule.placement, schedule.num_microbatches, tuple(rows))
+    name = f"{schedule.name}, vocabulary {algorithm}"
+    return Schedule(name, schedule.placement, schedule.num_microbatches, tuple(rows), slices=schedule.slices)
 
 
 def algorithm_of(schedule: Schedule) -> int:

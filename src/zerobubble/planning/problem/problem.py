@@ -126,6 +126,7 @@ class Problem(Displayed):
         if self.num_microbatches < 1:
             raise wrong("num_microbatches", self.num_microbatches, "at least 1")
         self.costs.require_fit(self.placement, "the placement")
+        self.costs.require_whole("a plan")
         if self.costs.shares and len(self.costs.shares) != self.num_microbatches:
             raise InputError(
                 "a plan for {num_microbatches} microbatches needs as many shares, the costs have {num_shares}",
@@ -335,8 +336,9 @@ class Problem(Displayed):
 
     def require_schedule(self, schedule: Schedule, noun: str, remedy: str = "leave it out") -> None:
         """Raise `InputError` unless `schedule`, a `noun` such as a seed, has this placement and number of microbatches."""
-        if (schedule.placement.routes, schedule.num_microbatches) != (self.placement.routes, self.num_microbatches):
-            message = "the {noun} {schedule!r} is for another placement or number of microbatches"
+        shape = schedule.placement.routes, schedule.num_microbatches, schedule.slices
+        if shape != (self.placement.routes, self.num_microbatches, 1):
+            message = "the {noun} {schedule!r} is for another placement or number of microbatches, or for slices"
             raise InputError(message, noun=noun, schedule=schedule.name, remedy=remedy)
 
     def measure(self, schedule: Schedule) -> int:
