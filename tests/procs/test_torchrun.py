@@ -177,17 +177,22 @@ pipe.step(torch.ones(8, 4), torch.ones(8, 4))
 """
 
 
+def screen_of(program: Path, **environment: str) -> list[str]:
+    """The lines on the screen of a job of two ranks that fails, without rules."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(program.parent), **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+    assert done.returncode == 1
+    return [line.strip() for line in done.stderr.splitlines() if line.strip("= ")]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("traceback", ["", "full"])
 def test_the_screen_ends_with_the_rank_that_failed(tmp_path: Path, traceback: str) -> None:
     """The pass, the fault and the line. The other rank says in one line that it stopped."""
     program = tmp_path / "train.py"
     program.write_text(FAILING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "ZEROBUBBLE_TRACEBACK": traceback}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False)
-    assert done.returncode == 1
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip("= ")]
+    lines = screen_of(program, ZEROBUBBLE_TRACEBACK=traceback)
     place = f"{program}:{1 + FAILING[: FAILING.index('raise')].count(chr(10))}"
     assert re.fullmatch(rf"rank 1 failed at 'run 1F0' .*ValueError: boom \({re.escape(place)}\)", lines[-1])
     first, failed = ([line for line in lines if line.startswith(f"[rank{rank}]")] for rank in (0, 1))
@@ -197,5 +202,16 @@ def test_the_screen_ends_with_the_rank_that_failed(tmp_path: Path, traceback: st
     else:
         assert not internal
         (stopped,) = first
-        assert f"rank 0 stopped at {program}:" in stopped
+        assert f"(rank 0 stopped at {program}:" in stopped
         assert any(str(program) in line for line in failed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(7)", "sys.exit(7)"])
+def test_the_root_cause_is_the_rank_that_is_gone_and_not_one_that_it_stopped(tmp_path: Path, end: str) -> None:
+    """A dead process writes no error file, and torchrun dates it when it looks, after the other ranks have written theirs."""
+    program = tmp_path / "train.py"
+    program.write_text("import os, signal, sys\n" + FAILING.replace('raise ValueError("boom")', end))
+    cause = screen_of(program)
+    cause = cause[cause.index("Root Cause (first observed failure):") :]
+    assert any(re.fullmatch(r"rank +: 1 \(local_rank: 1\)", line) for line in cause), cause

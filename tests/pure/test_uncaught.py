@@ -78,9 +78,8 @@ def test_a_rank_that_another_one_stops_says_so_in_one_line(show: Show) -> None:
     screen, report, seconds = show(stopped)
     (line,) = screen.splitlines()
     assert line == report
-    assert line.startswith(f"rank 1 stopped at {__file__}:")
-    assert line.endswith("rank 0 failed at 'run 0F0': ValueError: boom")
-    assert seconds == 100
+    assert line.startswith(f"rank 0 failed at 'run 0F0': ValueError: boom (rank 1 stopped at {__file__}:")
+    assert seconds == 110
 
 
 def failed() -> None:
@@ -129,11 +128,35 @@ def test_a_cause_inside_the_package_is_left_out(show: Show) -> None:
     assert screen.count("Traceback") == 1
 
 
-def test_an_interrupt_and_an_exit_write_nothing(show: Show) -> None:
+def test_an_interrupt_writes_nothing(show: Show) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     assert show(interrupt)[1:] == ("", 0)
+
+
+@pytest.mark.parametrize("status", [0, 3, "bad data"])
+def test_an_exit_is_written_unless_its_status_is_0(show: Show, status: object) -> None:
+    def leave() -> None:
+        try:
+            sys.exit(status)  # type: ignore[arg-type]
+        except SystemExit as error:
+            uncaught.report_exit(error)
+
+    _, report, seconds = show(leave)
+    assert (f"rank 1: SystemExit: {status} ({__file__}:" in report, seconds) == ((True, 99) if status else (False, 0))
+
+
+def test_a_rank_that_is_gone_gets_its_report_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complete at once, dated like a cause, and without a file besides; what the rank itself has written stays."""
+    monkeypatch.setattr(error_file.time, "time", lambda: 100.0)
+    path = tmp_path / "error.json"
+    for message in ("rank 1 is gone", "rank 1 is gone, says rank 3"):
+        error_file.write_error_file_of_other(str(path), message)
+        details = {"py_callstack": "rank 1 is gone", "timestamp": "99"}
+        assert json.loads(path.read_text()) == {"message": {"message": "rank 1 is gone", "extraInfo": details}}
+    error_file.write_error_file_of_other("", "rank 1 is gone")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_of_another_process_is_replaced_by_an_error_of_zerobubble_alone(show: Show, tmp_path: Path) -> None:

@@ -62,6 +62,12 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         write_report(error, _last_line(error))
 
 
+def report_exit(error: SystemExit) -> None:
+    """Writes the error file for an exit with a status other than 0, which no hook of Python sees."""
+    if error.code:
+        write_report(error, _last_line(error))
+
+
 def write_report(error: BaseException, last_line: str) -> None:
     """Writes the error file of this rank: the traceback of `error`, and `last_line` in place of its text."""
     of_other = _is_of_other_rank(error)
@@ -78,7 +84,7 @@ def _last_line(error: BaseException) -> str:
     place = user_place(error)
     rank = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "this process"
     if _is_of_other_rank(error):
-        return f"{rank} stopped{place and f' at {place}'}: {text_of(error)}"
+        return f"{text_of(error)} ({rank} stopped{place and f' at {place}'})"
     if isinstance(error, PipelineError) and error.rank is not None:
         return with_place(text_of(error), error)
     return with_place(f"{rank}: {describe(error)}", error)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.display import clipped
-from zerobubble.error_reports.uncaught import explain_none
+from zerobubble.error_reports.uncaught import explain_none, report_exit
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
@@ -517,4 +517,6 @@ class Pipeline(RefusesModuleCalls):
         if failed is None:
             self.close()
         elif self._session.guard.closed is None:
+            if isinstance(failed, SystemExit):
+                report_exit(failed)
             self._session.guard.close_after(failed, CLOSED)

@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
-from zerobubble.error_reports.error_file import forget_error_file, write_error_file
+from zerobubble.error_reports.error_file import forget_error_file, write_error_file, write_error_file_of_other
 from zerobubble.error_reports.text import describe
 from zerobubble.error_reports.uncaught import show_uncaught, write_report
 from zerobubble.error_reports.user_code import begin_at_user_code, calling_place, user_place
@@ -68,6 +68,7 @@ class FailureGuard:
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
         self._watch = FailureWatch(transport.group, self._status, transport.disconnect, transport.abort)
         self._processes: ProcessWatch | None = None
+        self._error_files: Mapping[int, str] = {}
         with self.during("while meeting the other ranks"):
             # Before any connection opens: from here on a fork, a signal or the end of the agent finds this pipeline.
             forked.detach_in_children(self)
@@ -100,7 +101,10 @@ class FailureGuard:
 
     def watch_processes(self, processes: Sequence[RankProcess]) -> None:
         """Detects at once when one of the `processes` of all ranks ends, even while its children keep connections open."""
-        self._processes = ProcessWatch(dict(zip(self._transport.ranks, processes, strict=True)), self._process_ended)
+        by_rank = dict(zip(self._transport.ranks, processes, strict=True))
+        here = by_rank[self._transport.rank].place
+        self._error_files = {rank: process.error_file for rank, process in by_rank.items() if process.place == here}
+        self._processes = ProcessWatch(by_rank, self._process_ended)
 
     def during(self, when: str) -> FailureContext:
         """Returns a context for one activity: an error inside stops all ranks, and names `when`, such as "while clipping gradients"."""
@@ -159,6 +163,8 @@ class FailureGuard:
         begin_at_user_code(error)  # after all frames have been cleared
         if report.rank == self._transport.rank:
             write_report(error, f"{report.message} ({user_place(error) or calling_place()})")
+        else:
+            self._write_for_absent(report)
         ends_process = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit: this process is to end
         raised = error if ends_process else error_of(report, self._transport.rank)
         self.close_after(raised, report.message, report)
@@ -218,14 +224,14 @@ class FailureGuard:
         """Reports the end to all ranks, and wakes this one if it waits for `rank`. Runs in the thread that watches processes."""
         # Report first: `disconnect` wakes this rank's own thread, which then looks for the report.
         if self.closed is None and self._watch.report_process_end(rank, self._status()):
-            self._write_end_of_other(rank)
+            if self._watch.received is not None:
+                self._write_for_absent(self._watch.received)  # now: torchrun may end this process before it raises
             self._transport.disconnect(rank)
 
-    def _write_end_of_other(self, rank: int) -> None:
-        """Writes to torchrun that `rank` has ended, which cannot do so itself: torchrun may end this process before it raises anything."""
-        report = self._watch.received
-        if report is not None and report.rank == rank:
-            write_error_file(report.message, f"rank {self._transport.rank} stopped: {report.message}")
+    def _write_for_absent(self, report: FailureReport) -> None:
+        """Writes the error file of the rank to blame if it has ended or is frozen, and so cannot write it."""
+        if report.rank in report.absent and report.rank != self._transport.rank:
+            write_error_file_of_other(self._error_files.get(report.rank, ""), report.message)
 
     def report_agent_end(self) -> None:
         """Reports to all ranks that this process ends with the agent that started it. Runs in the thread that watches the agent."""

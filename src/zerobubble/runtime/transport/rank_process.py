@@ -7,6 +7,8 @@ import platform
 from pathlib import Path
 from typing import NamedTuple
 
+from zerobubble.error_reports.error_file import error_file
+
 _START_TIME = 19
 """The field of the start time in /proc/PID/stat, counted after the name of the process, which is in parentheses."""
 _ENDED = ("Z", "X")
@@ -18,12 +20,14 @@ class RankProcess(NamedTuple):
 
     Numbers and times are comparable within one `place`: the boot id of a machine, its PID and time namespaces and its host name; empty if
     unknown. The time namespace shifts the times that a process reads in /proc. The host name is needed for virtual machines that resume
-    from one snapshot: they share a boot id.
+    from one snapshot: they share a boot id. `error_file` is the path where torchrun looks for the error of the
+    process; empty without torchrun.
     """
 
     number: int
     started: int
     place: str
+    error_file: str = ""
 
 
 def this_process() -> RankProcess:
@@ -31,7 +35,7 @@ def this_process() -> RankProcess:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         place = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {_time_namespace()} {platform.node()}"
-        return RankProcess(os.getpid(), start_of(os.getpid()), place)
+        return RankProcess(os.getpid(), start_of(os.getpid()), place, error_file())
     except OSError:
         return RankProcess(os.getpid(), 0, "")
 
