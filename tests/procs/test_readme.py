@@ -134,6 +134,15 @@ def test_the_page_on_meshes_spreads_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_the_page_on_long_sequences_equals_one_device(tmp_path: Path) -> None:
+    """Two ranks share each sequence; their loss is the mean over all tokens, and gradients are summed over them."""
+    (program,) = programs_of("docs/long-sequences.md")
+    divided, alone, difference = re.findall(r"[\d.]+(?:e-\d+)?", run_forked(program, tmp_path, 4))
+    assert divided == alone
+    assert float(difference) < 1e-6
+
+
+@pytest.mark.long
 def test_the_page_on_checkpoints_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     program = programs_of("docs/checkpoints.md")[0]
     uninterrupted, resumed, alone = re.findall(r"(\d\.\d+)", run_forked(program, tmp_path, 2))
