@@ -288,7 +288,7 @@ class RootOfZero(Spoil):
 
 def stop_at_nan(group: Any, make: Any, anomalies: bool) -> str:
     """A step with what the page says: its hook on every stage, or `detect_anomaly`."""
-    _, hook = programs_of("docs/failures.md")
+    *_, hook = programs_of("docs/failures.md")
     pipe = zb.Pipeline(lambda s, n: make(build(s, n)) if s == 1 else build(s, n), "zb-h1", M, loss_fn, group=group)
     if not anomalies:
         exec(hook, {"pipe": pipe})
@@ -433,7 +433,7 @@ def test_a_frozen_process_with_the_store_blames_itself_when_it_wakes(tmp_path: P
 
 
 def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
-    program, _ = programs_of("docs/failures.md")
+    _, program, _ = programs_of("docs/failures.md")
     states(run_forked(program, tmp_path, 1), "rank 0", "'run 0F0'", "ValueError: boom", "True")
 
 

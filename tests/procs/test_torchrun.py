@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from examples.survive import batch, build
-from tests.procs.programs import LONGEST_S, ROOT
+from tests.procs.programs import LONGEST_S, ROOT, programs_of
 
 pytestmark = pytest.mark.ranks_wait
 
@@ -215,3 +215,15 @@ def test_the_root_cause_is_the_rank_that_is_gone_and_not_one_that_it_stopped(tmp
     cause = screen_of(program)
     cause = cause[cause.index("Root Cause (first observed failure):") :]
     assert any(re.fullmatch(r"rank +: 1 \(local_rank: 1\)", line) for line in cause), cause
+
+
+@pytest.mark.long
+def test_the_page_on_failures_restarts_after_a_killed_rank(tmp_path: Path) -> None:
+    """Its losses continue where the checkpoint ended, and no step is missing."""
+    (tmp_path / "restart.py").write_text(programs_of("docs/failures.md")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "restart.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"attempt (\d), step (\d): loss", done.stdout)
+    assert steps == [("0", "0"), ("0", "1"), ("0", "2"), ("1", "3"), ("1", "4"), ("1", "5")]
