@@ -247,11 +247,11 @@ def test_models_that_the_cost_model_does_not_describe_are_refused(config: Pretra
 
 @pytest.mark.feature("at most three changed lines")
 def test_the_programs_of_the_page_train_and_its_arguments_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = torchrun("\n".join(programs_of("docs/transformers.md")), tmp_path, 2)
+    done = torchrun("\n".join(programs_of("docs/transformers.md") + programs_of("docs/trainer-details.md")), tmp_path, 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(re.findall("'loss'", done.stdout)) == 4
     assert (tmp_path / "trained/final/model.safetensors").exists()
-    (arguments,) = re.findall("```json\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
+    (arguments,) = re.findall("```json\n(.*?)```", (ROOT / "docs/trainer-details.md").read_text(), re.DOTALL)
     (tmp_path / "train.json").write_text(arguments)
     monkeypatch.chdir(tmp_path)
     planned = CliRunner().invoke(main, ["plan", "--from", "trainer:train.json", "--gpu", "H100", "--ranks", "2", "--evaluations", "50"])
