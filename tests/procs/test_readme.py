@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 @pytest.mark.long
 def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(programs_of("README.md")[-1], tmp_path, 4))]
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(programs_of("README.md")[-1], tmp_path, 2))]
     assert len(losses) == 3
     shown, of_a_constant = map(float, re.findall(r"The loss falls to about ([\d.]+); a constant prediction has ([\d.]+)\.", README)[0])
     assert losses[-1] == pytest.approx(shown, rel=0.1)
