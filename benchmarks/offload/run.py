@@ -22,7 +22,7 @@ from typing import Any
 import zerobubble as zb
 from zerobubble.costs import FULL
 from zerobubble.offload import HostLink, Offload, RankOffloads, offload_faults, plan_offloads, play_offloads
-from zerobubble.planning.offload_plan import OffloadSavings
+from zerobubble.planning.axes.host import OffloadSavings
 
 FLOPS, RATE = 220e12, 15e9
 """FLOP/s and bytes a second, as in the paper's figure."""

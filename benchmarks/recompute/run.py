@@ -20,8 +20,8 @@ from ortools.sat.python import cp_model
 
 import zerobubble as zb
 from zerobubble.costs import FULL
+from zerobubble.planning.axes.recompute import RecomputeSavings
 from zerobubble.planning.placements import family
-from zerobubble.planning.recompute.plan import RecomputeSavings
 
 TIMES = {"6.2B": ((29.802, 29.428, 19.530), 0.577), "1.5B": ((18.522, 18.086, 9.337), 0.601)}
 TARGETS = {

@@ -20,8 +20,8 @@ from statistics import fmean
 import zerobubble as zb
 from zerobubble.planning import Problem, order_microbatches, solve
 from zerobubble.planning.attempt import Budget
+from zerobubble.planning.axes.shares import alike, unequal
 from zerobubble.planning.search import compile_kernels
-from zerobubble.planning.unequal.plan import alike, unequal
 
 WORK = zb.Workload.uniform(8, (29.802, 29.428, 19.530), 0.577)
 PARTS = ["speed", "cases", "tight"]

@@ -22,9 +22,9 @@ from zerobubble.costs import FULL
 from zerobubble.offload import HostLink, plan_offloads, play_offloads
 from zerobubble.partition import Layer, layers_to_dict, parameter_bytes, stage_costs
 from zerobubble.planning import FewGathers, Head, Plan, Sharded
+from zerobubble.planning.axes.recompute import RecomputeSavings
 from zerobubble.planning.problem.axes import NOT_TOGETHER
 from zerobubble.planning.problem.recomputation import Recomputation
-from zerobubble.planning.recompute.plan import RecomputeSavings
 from zerobubble.planning.sensitivity import what_if
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 

@@ -539,10 +539,10 @@ def test_more_memory_never_means_more_bubble() -> None:
 def test_more_memory_never_means_more_bubble_if_the_budget_lasts_for_one_seed_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_seed_alone(problems: Any, budget: Any, seed: int, progress: Any, seeds: Any) -> zb.Plan:
         tried = {name: [next(iter(known))] for name, known in seeds.items()}
-        return competition.plan_problems(problems, Budget(0.0, 200 if len(answered) == 0 else 0), seed, progress, tried)
+        return competition.compete(problems, Budget(0.0, 200 if len(answered) == 0 else 0), seed, progress=progress, seeds=tried)
 
     answered: list[Any] = []
-    monkeypatch.setattr("zerobubble.planning.pareto.plan_problems", first_seed_alone)
+    monkeypatch.setattr("zerobubble.planning.pareto.compete", first_seed_alone)
     front = pareto(WORK, 16, [4, 5, 6.5, 9], placements="vee", on_point=answered.append)
     bubbles = [point.plan.bubble or 0 for point in front.points]
     assert bubbles == sorted(bubbles, reverse=True)

@@ -24,7 +24,7 @@ from zerobubble.cli import main
 from zerobubble.io import dumps, load_plan, loads, save_plan
 from zerobubble.ir import Op
 from zerobubble.planning import Head, Objective, Plan, Workload, solve
-from zerobubble.planning.head_plan import HeadOption, HeadSavings
+from zerobubble.planning.axes.head import HeadOption, HeadSavings
 from zerobubble.planning.problem.workload import RANK_BYTES
 from zerobubble.schedules import with_vocabulary
 from zerobubble.simulation import peak_memory

@@ -21,7 +21,7 @@ from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.svg import timeline_svg
 from zerobubble.offload import HostLink, offload_faults
 from zerobubble.planning import Plan
-from zerobubble.planning.offload_plan import OffloadSavings
+from zerobubble.planning.axes.host import OffloadSavings
 
 MB = 10**6
 LINK = HostLink(4e9, 4e9)

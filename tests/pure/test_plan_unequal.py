@@ -24,10 +24,10 @@ from zerobubble import Costs, InputError, Limits, Placement, make, simulate
 from zerobubble.costs import FULL, MAX_LIMIT, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Objective, Problem, Workload, order_microbatches, plan
+from zerobubble.planning.axes.recompute import RecomputeSavings
+from zerobubble.planning.axes.shares import with_equal_microbatches
 from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.recomputation import Recomputation
-from zerobubble.planning.recompute.plan import RecomputeSavings
-from zerobubble.planning.unequal.plan import with_equal_microbatches
 from zerobubble.simulation import memory_faults, metrics, peak_memory, period
 from zerobubble.verify import schedule_faults
 
@@ -298,8 +298,8 @@ def test_the_page_runs_as_it_is_pasted(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_winner_whose_stages_take_microbatches_in_other_orders_is_reported_in_json() -> None:
     """Breadth-first takes B's in another order than F's, and with R it may be the quickest as it is: JSON refused it."""
-    ask = "plan -p 2 -m 4 --times 16.7,12,3.839 --placement looped-2 --evaluations 0 --comm 2.7 --memory 3 --recompute auto"
-    done = run(*shlex.split(ask), "--microbatch-costs", "2,2,2,4", "--json")
+    ask = "plan -p 2 -m 4 --times 4,13.7,16.6 --placement looped-2 --evaluations 0 --comm 2.5 --memory 3 --recompute auto"
+    done = run(*shlex.split(ask), "--microbatch-costs", "2,4,2,2", "--json")
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     assert data["name"].startswith("breadth-first")

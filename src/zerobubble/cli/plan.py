@@ -59,8 +59,8 @@ from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.partition import Layer, cut_layers, join_blocks
 from zerobubble.planning import Objective, Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
+from zerobubble.planning.axes.host import OffloadSavings
 from zerobubble.planning.layer_plan import CutSavings, equal_limits
-from zerobubble.planning.offload_plan import OffloadSavings
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.head import Head

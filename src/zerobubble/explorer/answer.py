@@ -30,7 +30,7 @@ from zerobubble.export.document import describe_document, load_document, schedul
 from zerobubble.export.svg import period_caption
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.answer import Plan
-from zerobubble.planning.competition import has_ample_memory
+from zerobubble.planning.problem.from_work import has_ample_memory
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import Recipe, find, make

@@ -20,6 +20,7 @@ from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from zerobubble.arguments import wrong
 from zerobubble.bounds import Bound
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
@@ -106,6 +107,20 @@ class Budget(NamedTuple):
         seconds = self.seconds if self.evaluations is None else SECONDS_COUNTED
         pairs = problem.num_passes**2 / problem.placement.num_ranks
         return not self.is_empty and WINDOWS_SECONDS * pairs <= WINDOWS_SHARE * seconds
+
+
+SECONDS = 5.0
+"""Default seconds to search."""
+
+
+def as_budget(seconds: float | None, evaluations: int | None) -> Budget:
+    """The budget, by default `SECONDS`; raises `InputError` if it is negative or not finite, and for both kinds of it."""
+    if seconds is not None and evaluations is not None:
+        raise InputError("{argument} and {other} contradict each other", argument="evaluations", other="seconds", remedy="give one")
+    for name, value in (("seconds", seconds), ("evaluations", evaluations)):
+        if value is not None and (not isfinite(value) or value < 0):
+            raise wrong(name, value, "a finite number >= 0")
+    return Budget(SECONDS if seconds is None else seconds, evaluations)
 
 
 Search = Callable[[Mapping[str, Problem], Budget, int], Plan]

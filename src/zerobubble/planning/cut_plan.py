@@ -23,12 +23,11 @@ from zerobubble.partition import Cuts, Layer, LayerCut
 from zerobubble.partition.local_search import moves
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, ProgressCallback, Search, with_bound
-from zerobubble.planning.competition import ample_limits
-from zerobubble.planning.head_plan import HeadParts
+from zerobubble.planning.axes.head import HeadParts
 from zerobubble.planning.layer_plan import CutSavings, LayerProblem, plan_layers, show_cuts
+from zerobubble.planning.problem.from_work import ample_limits
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.recompute.plan import with_levels
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.shards.few_gathers import FewGathers
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
@@ -217,7 +216,7 @@ def _on_cut(layer_problem: LayerProblem, plan: Plan, cuts: Cuts, others: OtherAx
         if known.head is not None and others.head_parts is not None:
             problem = others.head_parts.divided(problem) if known.has_divided_head else others.head_parts.whole(problem)
         if known.recomputation is not None:
-            problem = with_levels(problem, known.recomputation.offered, *known.recomputation.chosen)
+            problem = problem.offering(known.recomputation.offered, *known.recomputation.chosen)
         problem = replace(problem, host=known.host)
         offloads = with_other_costs(plan.schedule, problem.costs, problem.limits, plan.offloads) if plan.offloads else ()
         found = Plan.from_schedule(problem, Bound(0, ""), plan.schedule, 0.0, f"{plan.how.removesuffix(MOVED)}{MOVED}", offloads)

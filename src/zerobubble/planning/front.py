@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from zerobubble.arguments import COUNT, NUMBER, WHOLE, as_tuple, each, either, instance, optional, takes
+from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.costs import Costs, Level, Limits
 from zerobubble.errors import InputError, shown
 from zerobubble.ir import Placement
@@ -17,20 +17,26 @@ from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
 from zerobubble.partition.speeds import EACH_LINK, EACH_RANK, Links, as_links, as_speeds, at_links
 from zerobubble.planning.answer import Plan
-from zerobubble.planning.attempt import ProgressCallback, Search
-from zerobubble.planning.competition import MEMORY, Memory, as_budget, compete, placements_for, problems_of
+from zerobubble.planning.attempt import Budget, ProgressCallback, as_budget
+from zerobubble.planning.axes.axis import ChoicesOfAxis
+from zerobubble.planning.axes.fused import FusedChoices
+from zerobubble.planning.axes.head import HeadChoices, HeadParts, given_head
+from zerobubble.planning.axes.host import HostChoices
+from zerobubble.planning.axes.recompute import RecomputeChoices
+from zerobubble.planning.axes.sharded import ShardedChoices
+from zerobubble.planning.axes.shares import SharesChoices
+from zerobubble.planning.competition import compete
 from zerobubble.planning.cut_plan import OtherAxes, plan_cuts
-from zerobubble.planning.head_plan import HeadParts, given_head, least_bound, plan_head
 from zerobubble.planning.layer_plan import plan_layers, problems_of_layers
-from zerobubble.planning.offload_plan import plan_offloaded
 from zerobubble.planning.placements import ANY, Placements, placements_to_try
 from zerobubble.planning.problem.axes import refuse_pairs
+from zerobubble.planning.problem.from_work import MEMORY, Memory, placements_for, problems_of
 from zerobubble.planning.problem.head import Head, has_parts
-from zerobubble.planning.problem.problem import Objective, is_forward_only, without_held
+from zerobubble.planning.problem.problem import Objective, Problem, is_forward_only, without_held
 from zerobubble.planning.problem.recomputation import levels_for
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.shards.few_gathers import plan_gathered
+from zerobubble.planning.shards.plan_with_gathers import sharding
 
 LAYERS = each(Layer)._replace(accepts=lambda given: each(Layer).accepts(given) and len(given) > 0)
 
@@ -159,9 +165,13 @@ def plan(
         uncut = problems_of_layers(work, places, num_microbatches, memory, aim, known, over)
         if not others and sharded is None:
             return plan_layers(uncut, budget, seed, progress)
-        axes = OtherAxes(tuple(shares), sharded, offered, head_parts, host is not None)
-        search = _search(head_parts, host, others and sharded is not None, offered, baseline, progress)
-        return plan_cuts(uncut, budget, seed, others=axes, search=search, progress=progress)
+        others_of_cuts = OtherAxes(tuple(shares), sharded, offered, head_parts, host is not None)
+
+        def search(problems: Mapping[str, Problem], part: Budget, turn: int) -> Plan:
+            asked_for = _axes(problems, head_parts, host, offered)
+            return compete(problems, part, turn, axes=asked_for, baseline=baseline, progress=progress)
+
+        return plan_cuts(uncut, budget, seed, others=others_of_cuts, search=search, progress=progress)
     if speeds:
         instead = "Workload.from_ms takes the times of each rank" if isinstance(work, Workload) else "costs have the times of each stage"
         raise InputError(
@@ -175,8 +185,8 @@ def plan(
     if asked["head"] and isinstance(work, Costs):
         head_parts, work = given_head(head, work, next(iter(tried.values())))
     problems = problems_of(work, num_microbatches, memory, tried, aim, sharded, shares)
-    search = _search(head_parts, host, sharded is not None and (others or head_parts is not None), offered, baseline, progress)
-    found = search(problems, budget, seed)
+    axes = _axes(problems, head_parts, host, offered)
+    found = compete(problems, budget, seed, axes=axes, baseline=baseline, progress=progress)
     if found.order is None and head_parts is not None:
         raise InputError(found.reason)
     return found
@@ -208,25 +218,25 @@ def _has_fused(work: Workload | Costs | Sequence[Layer]) -> bool:
     return bool(work.fused) if isinstance(work, (Workload, Costs)) else any(layer.fused for layer in work)
 
 
-def _search(
-    head_parts: HeadParts | None,
-    host: HostLink | None,
-    has_gathers: bool,
-    offered: Sequence[Level],
-    baseline: str | None,
-    progress: ProgressCallback | None,
-) -> Search:
-    """The search for all axes asked for: each wraps the search for the others.
-
-    Offload is chosen for orders with the head in place, and gathers for schedules with everything else.
-    """
-    search: Search = partial(compete, progress=progress, baseline=baseline, offered=offered)
-    if head_parts is not None:
-        search = partial(plan_head, head_parts=head_parts, search=search, offered=offered)
+def _axes(
+    problems: Mapping[str, Problem], head_parts: HeadParts | None, host: HostLink | None, offered: Sequence[Level]
+) -> list[ChoicesOfAxis]:
+    """The choices of all axes asked for, the outermost first."""
+    some, offered = next(iter(problems.values())), tuple(offered)
+    axes: list[ChoicesOfAxis] = []
+    if some.sharded is not None:
+        axes.append(ShardedChoices(tuple((problem.placement, sharding(problem)) for problem in problems.values())))
     if host is not None:
-        least = partial(least_bound, head_parts=head_parts, offered=offered)
-        search = partial(plan_offloaded, link=host, search=search, least=least, published=baseline is None, progress=progress)
-    return partial(plan_gathered, search=search, published=baseline is None) if has_gathers else search
+        axes.append(HostChoices(host))
+    if head_parts is not None:
+        axes.append(HeadChoices(head_parts))
+    if (offered or some.costs.shares) and any(fusing_saves(problem.costs) for problem in problems.values()):
+        axes.append(FusedChoices())
+    if some.costs.shares:
+        axes.append(SharesChoices(offered))
+    if offered:
+        axes.append(RecomputeChoices(offered))
+    return axes
 
 
 def _placements_of_layers(given: Placements | None, memory: Memory | None, per_rank: Sequence[float]) -> dict[str, Placement]:

@@ -24,7 +24,9 @@ from zerobubble.partition.local_search import moves
 from zerobubble.partition.speeds import Links, Speeds
 from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import Attempt, Budget, PlanProgress, ProgressCallback, improve, with_sharper_bound
-from zerobubble.planning.competition import Memory, explained, plan_problems
+from zerobubble.planning.competition import compete
+from zerobubble.planning.explanation import explained
+from zerobubble.planning.problem.from_work import Memory
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.rounds import CtrlC
@@ -221,7 +223,7 @@ def plan_layers(
     """
     limits = next(iter(layer_problems.values())).limits
     starts, left_out = _balanced(layer_problems)
-    balanced = plan_problems(starts, budget, seed, progress)
+    balanced = compete(starts, budget, seed, progress=progress)
     winner, *others = balanced.choices
     if winner.plan.order is None:
         raise InputError("nothing can run with balanced cuts: {reason}", reason=winner.plan.reason)

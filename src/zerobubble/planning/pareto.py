@@ -11,8 +11,9 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Plan
-from zerobubble.planning.attempt import ProgressCallback
-from zerobubble.planning.competition import as_budget, placements_for, plan_problems, problems_of
+from zerobubble.planning.attempt import ProgressCallback, as_budget
+from zerobubble.planning.competition import compete
+from zerobubble.planning.problem.from_work import placements_for, problems_of
 from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
@@ -114,7 +115,7 @@ def pareto(
     with CtrlC() as ctrl_c:
         for memory in limits:
             problems = problems_of(work, num_microbatches, memory, tried, objective)
-            made = plan_problems(problems, as_budget(seconds, evaluations), seed, progress, seeds)
+            made = compete(problems, as_budget(seconds, evaluations), seed, progress=progress, seeds=seeds)
             points.append(Point(memory, made))
             if made.interrupted:
                 break

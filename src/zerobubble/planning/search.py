@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from time import perf_counter
 from typing import NamedTuple
 
@@ -115,7 +116,7 @@ def search_in_steps(
     return None if found is None else SearchResult(found.schedule, "annealing of steps", budget.used, budget.elapsed, found.interrupted)
 
 
-def compile_kernels(recompute: bool = False, steps: bool = False) -> float:
+def compile_kernels(recompute: bool = False, steps: bool = False, shares: bool = False) -> float:
     """Compiles the kernels of `search`, and of `search_with_recompute` and `search_in_steps` if asked; returns the seconds taken.
 
     Kernels that were compiled before are loaded from the cache.
@@ -129,4 +130,15 @@ def compile_kernels(recompute: bool = False, steps: bool = False) -> float:
     if steps:
         hiding = replace(problem, costs=Costs.uniform(2, overlap=2.0))
         search_in_steps(hiding, 0, [serial_schedule(hiding.placement, 2)], seconds=0.0, evaluations=1)
+    if shares:
+        compile_joint_search()
     return perf_counter() - start
+
+
+@cache
+def compile_joint_search() -> None:
+    """Compiles the kernels of the search for microbatches of unequal cost, or loads them from the cache, once per process."""
+    kernels, costs = load_kernels(), replace(Costs.uniform(2), shares=(1, 2))
+    tables = kernels.tables_of(Problem(Placement.linear(2), 2, costs, Limits((8 * UNIT_BYTES,) * 2)))
+    (start,) = kernels.search_assignments(tables, [range(2)], 0, kernels.BudgetMeter(0.0, 2), 0, 1)
+    kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, 1), 0, moves_passes=True)

@@ -28,8 +28,8 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.document import describe_document
 from zerobubble.ir import Placement
 from zerobubble.planning import Objective, Plan, Problem, Workload
-from zerobubble.planning.competition import has_ample_memory
 from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
+from zerobubble.planning.problem.from_work import has_ample_memory
 from zerobubble.planning.problem.head import has_parts
 
 _COLUMNS = ("forward", "backward", "weight")

@@ -250,6 +250,11 @@ class Problem(Displayed):
         assert self.recomputation is not None, "only problems with recomputation have levels"
         return replace(self, costs=self.costs.with_recompute(chosen), recomputation=replace(self.recomputation, chosen=tuple(chosen)))
 
+    def offering(self, offered: Sequence[Level], *chosen: Level) -> Problem:
+        """The problem with recomputation at the levels `offered`: the `chosen` ones, one for each stage or the same for all."""
+        levels = chosen if len(chosen) > 1 else chosen * self.placement.num_stages
+        return replace(self, costs=self.costs.with_recompute(levels), recomputation=Recomputation(tuple(offered), levels))
+
     @property
     def first_layers(self) -> tuple[str, ...]:
         """Names of the first layers of all stages but the first, for `zb.split(cuts=...)`; empty if layers have no names."""
@@ -286,6 +291,16 @@ class Problem(Displayed):
     def has_speeds(self) -> bool:
         """Whether ranks run layers at different speeds: work then depends on the cut, and a smaller bubble is not always a shorter plan."""
         return self.cut is not None and bool(self.cut.speeds)
+
+    @property
+    def work_varies(self) -> bool:
+        """Whether plans of the same model differ in work, with speeds or a head that may be divided: a smaller bubble may be no shorter."""
+        return self.has_speeds or self.head is not None
+
+    @property
+    def at_first_level(self) -> Problem:
+        """The problem with the first recompute level for all stages; bounds do not depend on the levels that are chosen."""
+        return self if self.recomputation is None else self.with_levels(self.recomputation.offered[:1] * self.placement.num_stages)
 
     def least_bubble(self, bound: Bound) -> float:
         """Lower bound on the bubble rate from one on the time; at least 0 even if overlapped passes hide time."""

@@ -7,7 +7,7 @@ gathered. Each candidate is simulated with its own optimal plan of gathers, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
@@ -19,7 +19,7 @@ from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.planning.answer import Plan, Saving
-from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget, Search
+from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.seeds import fit_to_memory, ranked_seeds
@@ -214,9 +214,9 @@ class _Tries:
 def _improved(best: PlanWithGathers, price: Price, most: int | None, tries: _Tries, rng: Random) -> PlanWithGathers:
     """`best` after random moves of passes, each kept if the price does not rise and the time stays within `most` ns.
 
-    Offloads refer to steps of rows, so nothing moves with them.
+    Offloads refer to steps of rows, and overlapped passes are next to each other, so nothing moves with them.
     """
-    while not best.plan.offloads and tries.take():
+    while not best.plan.offloads and not best.schedule.overlaps and tries.take():
         moved = _moved(best.schedule, rng)
         if moved is None:
             return best
@@ -266,42 +266,3 @@ def _runs(row: Sequence[Op]) -> list[list[int]]:
                 runs.append([])
             runs[-1].append(place)
     return runs
-
-
-FOR_ORDERS = 0.75
-"""Share of the seconds for schedules without gathers."""
-
-
-def plan_gathered(problems: Mapping[str, Problem], budget: Budget, seed: int, *, search: Search, published: bool = True) -> Plan:
-    """Plans `problems` with sharded weights, in addition to what `search` plans.
-
-    Among the schedules that are nearly as short as the shortest one, with gathers, the one that gathers the fewest bytes wins. The search
-    ignores gathers. Its choices and, with `published`, the published schedules are simulated with gathers. Then passes move so that weights
-    stay gathered.
-    """
-    started = perf_counter()
-    bare = {name: replace(problem, sharded=None) for name, problem in problems.items()}
-    found = search(bare, budget._replace(seconds=FOR_ORDERS * budget.seconds), seed)
-    shards = {problem.placement: problem.sharded for problem in problems.values()}
-    choices = tuple(replace(choice, plan=_sharded(choice.plan, shards)) for choice in found.choices)
-    left = budget._replace(seconds=max(0.0, budget.seconds - (perf_counter() - started - found.compiling)))
-    plans = [_sharded(found, shards), *(choice.plan for choice in choices)]
-    feasible = [Attempt(plan.placement.name, replace(plan, choices=(), savings=())) for plan in plans if plan.order is not None]
-    left = left if published else left.emptied
-    gathers = few_gathers(_each_once(feasible), left, seed, published=published) if feasible else None
-    found = replace(_sharded(found, shards), choices=choices, simple=None)
-    return found if gathers is None else found.with_winner(gathers.chosen.plan, gathers, *found.savings)
-
-
-def _sharded(plan: Plan, shards: Mapping[Placement, Sharded | None]) -> Plan:
-    """Returns the plan with sharded weights and the same figures, which ignore gathers."""
-    return replace(plan, problem=replace(plan.problem, sharded=shards[plan.placement]))
-
-
-def _each_once(attempts: list[Attempt]) -> list[Attempt]:
-    known: list[Attempt] = []
-    for attempt in attempts:
-        plan = attempt.plan
-        if not any(other.plan.order == plan.order and other.plan.problem == plan.problem for other in known):
-            known.append(attempt)
-    return known

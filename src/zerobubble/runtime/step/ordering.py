@@ -17,9 +17,9 @@ from zerobubble.costs import FULL, Costs, Limits
 from zerobubble.errors import InputError, ZeroBubbleError, shown
 from zerobubble.ir import Schedule
 from zerobubble.planning import order_microbatches
+from zerobubble.planning.search import compile_joint_search
 from zerobubble.planning.unequal.order import numbers_by_place, with_numbers
 from zerobubble.planning.unequal.passes import plan_passes
-from zerobubble.planning.unequal.plan import compile_joint_search
 from zerobubble.runtime.mailbox.handshake import MicrobatchCosts, StepOrder, write_passes
 from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.simulation import peak_memory

@@ -7,34 +7,32 @@ verified and played with its head, so the comparison is exact and never worse th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from zerobubble.bounds import Bound
-from zerobubble.costs import Costs, Level, Limits
+from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
-from zerobubble.ir import Placement
+from zerobubble.ir import Kind, Placement
 from zerobubble.planning.answer import Choice, Plan, Saving
-from zerobubble.planning.attempt import Budget, Search
-from zerobubble.planning.competition import ample_limits, has_ample_memory
+from zerobubble.planning.axes.axis import ChoicesOfAxis, Contest
+from zerobubble.planning.candidate import Candidate, Lift
+from zerobubble.planning.problem.from_work import ample_limits, has_ample_memory
 from zerobubble.planning.problem.head import COLUMNS, HEAD_BYTES, Head, has_parts, parts_on, without_parts
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
 from zerobubble.planning.table import aligned
 from zerobubble.planning.transforms import fits_memory
 from zerobubble.schedules import with_vocabulary
 from zerobubble.units import ms, show_ms, show_percent
+
+NAME, DIVIDED = "head", "divided"
 
 NAMES = {0: "whole on the last stage", 1: "divided by algorithm 1", 2: "divided by algorithm 2"}
 """Placements of the head, by the paper's number of the algorithm; 0 is a whole head."""
 
 EXTRA_MICROBATCHES = (0, 1, 2)
 """Extra microbatches of headroom to try: division holds one more by algorithm 2, and two more by algorithm 1."""
-
-
-DOES_NOT_FIT = "without R it does not fit with the head divided"
 
 
 class HeadOption(NamedTuple):
@@ -168,75 +166,50 @@ class HeadParts:
         return _with_costs(stages, self.head.divided(stages.costs, stages.placement.num_ranks), self.head)
 
 
-def plan_head(
-    stages: Mapping[str, Problem], budget: Budget, seed: int, *, head_parts: HeadParts, search: Search, offered: Sequence[Level] = ()
-) -> Plan:
-    """Finds the quickest schedule for the stages and a head, by `search`, with the head whole on the last stage or divided over all ranks.
+@dataclass(frozen=True)
+class HeadChoices(ChoicesOfAxis):
+    """The head whole on the last stage, or divided with memory headroom for more or fewer microbatches."""
 
-    The budget is shared equally by the searches: one with a whole head, and one for each number of `EXTRA_MICROBATCHES` of headroom if
-    memory is limited. Both algorithms divide the head in each result, as `with_vocabulary` does; this takes additional time. The answer is
-    never slower than the best plan with a whole head. If nothing fits, it has no schedule, and a reason.
-    """
-    started, searches = perf_counter(), _Searches(search, seed)
-    stages = {name: replace(problem, trains=True) for name, problem in stages.items()}  # the head has a backward pass
-    whole = {name: head_parts.whole(problem) for name, problem in stages.items()}
-    divided = {name: head_parts.divided(problem) for name, problem in stages.items()}
-    limited = not all(has_ample_memory(problem) for problem in stages.values())
-    variants = [
-        (stages if more == 0 else _with_headroom(stages, divided, more))
-        for more in (EXTRA_MICROBATCHES if limited else EXTRA_MICROBATCHES[:1])
-    ]
-    plans = [problems for problems in (whole, *variants) if problems]
-    found: list[Plan] = []
-    for problems in plans:
-        if len(found) > 1 and perf_counter() > budget.end(started + searches.compiling):
-            break
-        found.append(searches.best_of(problems, budget.share(len(plans))))
-    when_whole = min(choice.plan.bound for choice in found[0].choices)
-    when_divided = min(may_recompute(problem, offered).bound() for problem in divided.values())
-    played = [HeadOption(0, choice.plan, when_whole) for choice in found[0].choices if choice.plan.order is not None]
-    alone = {problem.placement: problem for problem in stages.values()}
-    for plan in found[1:]:
-        for choice in plan.choices:
-            played += _divided(choice.plan, alone[choice.plan.placement], head_parts, when_divided)
-    seconds = perf_counter() - started - searches.compiling
-    timing: dict[str, Any] = {"seconds": seconds, "compiling": searches.compiling, "interrupted": searches.interrupted}
-    if not played:
-        first = found[0].choices[0].plan
-        reason = f"no schedule fits with the head whole or divided: {first.reason or 'raise the memory'}"
-        choices = (Choice(NAMES[0], replace(first, reason=reason), reason),)
-        return replace(first, reason=reason, choices=choices, **timing)
-    each = [[way for way in played if way.algorithm == algorithm] for algorithm in NAMES]
-    ways = tuple(min(same, key=_price) for same in each if same)
-    savings = HeadSavings(ways, min(when_whole, when_divided))
-    ranked = [Choice(NAMES[way.algorithm], way.plan, way.note, searched=not budget.is_empty) for way in sorted(ways, key=_price)]
-    recompute_savings = _recompute_savings(savings.best, found, alone, head_parts)
-    return replace(savings.best.plan, choices=tuple(ranked), savings=(savings, *recompute_savings), **timing)
+    head_parts: HeadParts
+
+    def choices(self, candidate: Candidate) -> Iterator[Candidate]:
+        stages, target = (replace(problem, trains=True) for problem in (candidate.problem, candidate.target))  # a head has a backward pass
+        yield candidate.choose(NAME, NAMES[0], self.head_parts.whole(stages), self.head_parts.whole(target))
+        divided, lift = self.head_parts.divided(stages), Lift(lambda plan, effort: self._divided(plan, stages))
+        for more in EXTRA_MICROBATCHES[:1] if has_ample_memory(stages) else EXTRA_MICROBATCHES:
+            smaller = _with_headroom(stages, divided, more) if more else stages
+            if smaller is not None:
+                headroom = candidate.choose("headroom", f"{more} microbatches", smaller, self.head_parts.divided(target), lift)
+                yield headroom.choose(NAME, DIVIDED, smaller)
+
+    def _divided(self, plan: Plan, stages: Problem) -> Iterator[Plan]:
+        """The plan for stages alone with the head divided by each algorithm, if that fits the limits of `stages`."""
+        divided = self.head_parts.divided(replace(plan.problem, limits=stages.limits))
+        alone, least = replace(plan.schedule, overlaps=frozenset()), divided.bound()
+        for algorithm in (1, 2):
+            schedule = with_vocabulary(alone, algorithm, plan.costs)
+            if fits_memory(schedule, divided):
+                yield Plan.from_schedule(divided, least, schedule, plan.seconds, plan.how)
+
+    def finish(self, found: Plan, contest: Contest) -> Plan:
+        ways = []
+        for algorithm in NAMES:
+            plans = [plan for plan in contest.on_device if _algorithm(plan) == algorithm]
+            if plans:
+                label = NAMES[0] if algorithm == 0 else DIVIDED
+                ways.append(HeadOption(algorithm, min(plans, key=_length), contest.least_bound(NAME, label)))
+        if not ways:
+            reason = f"no schedule fits with the head whole or divided: {found.reason or 'raise the memory'}"
+            return replace(found, reason=reason, choices=(Choice(NAMES[0], replace(found, reason=reason), reason),))
+        savings = HeadSavings(tuple(ways), contest.least_bound())
+        ranked = [Choice(NAMES[way.algorithm], way.plan, way.note, searched=contest.is_searched) for way in sorted(ways, key=_price)]
+        return replace(found.with_winner(savings.best.plan, savings, *found.savings), choices=tuple(ranked), simple=None)
 
 
-def _recompute_savings(
-    best: HeadOption, found: Sequence[Plan], alone: Mapping[Placement, Problem], head_parts: HeadParts
-) -> tuple[RecomputeSavings, ...]:
-    """The savings from recomputation, compared with the plan of the same search without R, with the head in the same place."""
-    if not best.algorithm:
-        return tuple(saving for saving in found[0].savings if isinstance(saving, RecomputeSavings))
-    known = [saving for plan in found[1:] if (saving := plan.saving(RecomputeSavings)) is not None]
-    if not known:
-        return ()
-    ways = [way for one in known for way in _divided(one.without, alone[one.without.placement], head_parts, best.bound)]
-    without = min(ways, key=_price).plan if ways else replace(known[0].without, order=None, time=None, makespan=None, reason=DOES_NOT_FIT)
-    return (RecomputeSavings(without, None, best.plan),)
-
-
-def least_bound(stages: Problem, head_parts: HeadParts | None, offered: Sequence[Level]) -> Bound:
-    """A bound for any placement of the head, and any choice of the recompute levels `offered`."""
-    ways = [stages] if head_parts is None else [head_parts.whole(stages), head_parts.divided(stages)]
-    return min((may_recompute(problem, offered).bound() for problem in ways), key=lambda bound: bound.time)
-
-
-def may_recompute(problem: Problem, offered: Sequence[Level]) -> Problem:
-    """The problem with recomputation at any of the levels `offered`; its bounds hold for all of them."""
-    return with_levels(problem, tuple(offered), offered[0]) if offered and problem.recomputation is None else problem
+def _algorithm(plan: Plan) -> int:
+    """The algorithm that divides the head of the plan, 0 if it is whole."""
+    kinds = {op.kind for row in plan.schedule.rows for op in row}
+    return 1 if Kind.SL in kinds else 2 if Kind.S in kinds else 0
 
 
 def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[HeadParts, Costs]:
@@ -264,44 +237,15 @@ def _with_costs(stages: Problem, costs: Costs, head: Head) -> Problem:
     return replace(stages, costs=costs, limits=limits, head=head, trains=False)
 
 
-class _Searches:
-    """Runs searches one after another, with no budget after Ctrl-C."""
-
-    def __init__(self, search: Search, seed: int) -> None:
-        self.search, self.seed, self.interrupted, self.compiling = search, seed, False, 0.0
-
-    def best_of(self, problems: Mapping[str, Problem], budget: Budget) -> Plan:
-        """The plan over the problems, with the best on each placement."""
-        left = budget.emptied if self.interrupted else budget
-        found = self.search(problems, left, self.seed)
-        self.interrupted |= found.interrupted
-        self.compiling += found.compiling
-        return found
+def _with_headroom(stages: Problem, divided: Problem, more: int) -> Problem | None:
+    """The problem with memory reserved for `more` microbatches and the bytes that the head keeps of them; None if none fits any more."""
+    sizes, held = stages.microbatch_bytes, divided.costs.column(HEAD_BYTES)
+    share = max(stages.costs.shares, default=1)
+    kept = [held[stage] for stage in parts_on(stages.placement)]
+    memory = [limit - round(more * share * (size + part)) for limit, size, part in zip(stages.limits.memory, sizes, kept, strict=True)]
+    smaller = replace(stages, limits=Limits(tuple(memory))) if min(memory) > 0 else None
+    return None if smaller is None or smaller.shortage_reason else smaller
 
 
-def _with_headroom(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more: int) -> dict[str, Problem]:
-    """The problems with memory reserved for `more` microbatches and the bytes that the head keeps of them.
-
-    Leaves out problems in which no microbatch fits any more.
-    """
-    smaller = {}
-    for name, problem in stages.items():
-        sizes, held = problem.microbatch_bytes, divided[name].costs.column(HEAD_BYTES)
-        share = max(problem.costs.shares, default=1)
-        kept = [held[stage] for stage in parts_on(problem.placement)]
-        memory = [limit - round(more * share * (size + part)) for limit, size, part in zip(problem.limits.memory, sizes, kept, strict=True)]
-        if min(memory) > 0 and not (less := replace(problem, limits=Limits(tuple(memory)))).shortage_reason:
-            smaller[name] = less
-    return smaller
-
-
-def _divided(plan: Plan, stages: Problem, head_parts: HeadParts, bound: Bound) -> Iterator[HeadOption]:
-    """The plan for stages alone with the head divided by each algorithm, if that fits the limits of `stages`."""
-    if plan.order is None:
-        return
-    divided = head_parts.divided(replace(plan.problem, limits=stages.limits))
-    alone, least = replace(plan.schedule, overlaps=frozenset()), divided.bound()
-    for algorithm in (1, 2):
-        schedule = with_vocabulary(alone, algorithm, plan.costs)
-        if fits_memory(schedule, divided):
-            yield HeadOption(algorithm, Plan.from_schedule(divided, least, schedule, plan.seconds, plan.how), bound)
+def _length(plan: Plan) -> tuple[int, int]:
+    return plan.time or 0, plan.makespan or 0

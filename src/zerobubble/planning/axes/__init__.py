@@ -1,0 +1,1 @@
+"""The axes of a plan, a file each."""

@@ -1,0 +1,82 @@
+"""What an axis of a plan adds to its search: the choices that it opens, and how it finishes the plan and reports what it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import ClassVar
+
+from zerobubble.bounds import Bound
+from zerobubble.ir import Schedule
+from zerobubble.planning.answer import Plan
+from zerobubble.planning.attempt import Budget, ProgressCallback
+from zerobubble.planning.candidate import Candidate, Entry
+from zerobubble.planning.problem.problem import Problem
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The candidates of a search after it, for axes to finish: the `entries` that were opened, and the bound of each target.
+
+    `budget` is that of the whole search, which began at `started` of `perf_counter` without the seconds of compiling. Without `is_free`,
+    axes leave the order of passes as it is.
+    """
+
+    entries: Sequence[Entry]
+    bounds: dict[Problem, Bound]
+    candidates: Sequence[Candidate]
+    budget: Budget
+    started: float
+    seed: int
+    is_free: bool = True
+    is_cut_short: bool = False
+    progress: ProgressCallback | None = None
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether there was a budget to search."""
+        return not self.budget.is_empty
+
+    @cached_property
+    def answers(self) -> list[Plan]:
+        """All plans that can win, the best of each candidate first."""
+        return [plan for entry in self.entries if not entry.candidate.is_compared for plan in entry.plans]
+
+    @cached_property
+    def on_device(self) -> list[Plan]:
+        """The plans of all candidates that leave everything on the device."""
+        return [plan for entry in self.entries for plan in entry.plans if not plan.offloads]
+
+    def seeds_on(self, plan: Plan) -> tuple[Schedule, ...]:
+        """The schedules from which the search for this plan started, if it was searched as it is."""
+        alike = (entry for entry in self.entries if not entry.candidate.lifts and entry.candidate.problem.placement == plan.placement)
+        return next((entry.attempt.seeds for entry in alike), ())
+
+    def least_bound(self, axis: str = "", label: str = "") -> Bound:
+        """The lower bound over all candidates that can win, or over those with this choice of an axis."""
+        able = [one for one in self.candidates if not one.is_compared and one.label(axis) == label]
+        return min((self.bounds[one.target.at_first_level] for one in able), key=lambda bound: bound.time)
+
+    @property
+    def left(self) -> Budget:
+        """The budget for an axis to finish: the seconds that are left, or all evaluations."""
+        if self.is_cut_short or not self.is_free:
+            return self.budget.emptied
+        return self.budget._replace(seconds=max(0.0, self.started + self.budget.seconds - perf_counter()))
+
+
+class ChoicesOfAxis:
+    """The choices of an axis that was asked for."""
+
+    finish_share: ClassVar[float] = 0.0
+    """Share of the seconds for `finish`."""
+
+    def choices(self, candidate: Candidate) -> Iterable[Candidate]:
+        """The candidate with each choice of the axis."""
+        return (candidate,)
+
+    def finish(self, found: Plan, contest: Contest) -> Plan:
+        """The best plan after the last decision of this axis, with what it saved."""
+        return found

@@ -1,0 +1,73 @@
+"""The plan of a search: its choices with the reasons for their ranks, and the published schedule that is nearly as short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, islice
+
+from zerobubble.errors import ScheduleError
+from zerobubble.planning.answer import Choice, Plan, Status
+from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt
+from zerobubble.planning.ranking import notes
+from zerobubble.planning.seeds import ranked_seeds
+from zerobubble.schedules import SCHEDULES
+
+
+def explained(ranked: Sequence[Attempt]) -> tuple[Choice, ...]:
+    """The attempts as choices, the best first, with the reason for their rank."""
+    reasons = notes([(attempt.plan, attempt.searched) for attempt in ranked])
+    return tuple(Choice(a.name, a.plan, note, a.searched) for a, note in zip(ranked, reasons, strict=True))
+
+
+CLOSE = 0.005
+"""A published schedule counts as nearly as short if it is longer by at most this fraction."""
+
+MOST_ASKED = 3
+"""Published schedules that are played as published."""
+
+
+def simple_choice(attempts: Sequence[Attempt]) -> Plan | None:
+    """The shortest published schedule that is nearly as short as the best of `attempts`, which are ranked.
+
+    It is simulated as published, with B and W fused if it fuses them. None if there is no such schedule, or if the best one is published.
+    """
+    best = attempts[0].plan
+    if best.time is None or best.order is None or best.schedule.name in SCHEDULES:
+        return None
+    near = [attempt for attempt in attempts if _is_close(attempt.plan, best)]
+    seeds = [plan for attempt in near for plan in (*attempt.published, *_published(attempt))]
+    nearest = sorted((plan for plan in seeds if _is_close(plan, best)), key=_length)
+    played = chain.from_iterable(_as_published(plan) for plan in nearest[:MOST_ASKED])
+    return min((plan for plan in played if _is_close(plan, best)), key=_length, default=None)
+
+
+def _is_close(plan: Plan, best: Plan) -> bool:
+    return plan.time is not None and best.time is not None and plan.time <= (1 + CLOSE) * best.time
+
+
+def _length(plan: Plan) -> tuple[int, int]:
+    return plan.time or 0, plan.makespan or 0
+
+
+def _published(attempt: Attempt) -> Iterator[Plan]:
+    """Makes published schedules for an attempt that has none yet, because its heuristic met the bound."""
+    problem = attempt.plan.problem
+    if attempt.plan.status is not Status.OPTIMAL or attempt.published or problem.num_passes > PASSES_WITHOUT_CLOCK:
+        return
+    for schedule in islice(ranked_seeds(problem), MOST_ASKED):
+        try:
+            yield Plan.from_schedule(problem, attempt.plan.bound, schedule, 0.0, schedule.name)
+        except ScheduleError:
+            continue
+
+
+def _as_published(plan: Plan) -> Iterator[Plan]:
+    """The schedule as it was published, if that fits the memory."""
+    problem, name = plan.problem, plan.how
+    placement = problem.placement
+    made = SCHEDULES[name].build(placement.num_ranks, problem.num_microbatches, placement.stages_per_rank)
+    try:
+        yield Plan.from_schedule(problem, plan.bound, replace(made, placement=placement), 0.0, name)
+    except ScheduleError:
+        return
