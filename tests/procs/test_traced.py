@@ -6,6 +6,8 @@ Losses, gradients and names are those of one device, or the error says why the m
 from __future__ import annotations
 
 import functools
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,7 +233,7 @@ class Otherwise(Counting):
 REFUSED: list[tuple[type[nn.Module], Stated]] = [
     (
         Counting,
-        ("Counting", 0, 2, "torch.export"),
+        (0, 2, "count", "ModuleList"),
     ),
     (Running, ("mean", "ModuleList")),
     (Deciding, ("weights.0", "values", "reads")),
@@ -243,6 +245,128 @@ REFUSED: list[tuple[type[nn.Module], Stated]] = [
 def test_what_a_graph_cannot_say_is_refused(kind: type[nn.Module], stated: Stated) -> None:
     with raises(zb.InputError, *stated):
         zb.split(kind(), example=torch.randn(2, WIDTH)).cut(2)
+
+
+class Acting(nn.Module):
+    """One part and four matrices, with code on gradients in between: `act` gets the model and a hidden tensor."""
+
+    def __init__(self, act: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(4))
+        self.calls: list[int] = []
+        self.cache: dict[int, Tensor] = {}
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.part(x)
+        for weight in self.weights:
+            x = (x @ weight).tanh()
+        if x.requires_grad:
+            acted = self.act(self, x)
+            x = acted if isinstance(acted, Tensor) else x
+        return x @ self.weights[0]
+
+
+def limited(gradient: Tensor) -> Tensor:
+    """Changes no gradient of the example."""
+    return gradient.clamp(-1e9, 1e9)
+
+
+def logged(*_: Any) -> None:
+    """Changes nothing at all."""
+
+
+def saved(_: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(limited, limited):
+        return x * x
+
+
+def on_cpu(_: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return x * x
+
+
+def hooked_module(model: Any, x: Tensor) -> Tensor:
+    handle = model.part.register_full_backward_hook(logged)
+    x = model.part(x)
+    handle.remove()
+    return x  # type: ignore[no-any-return]
+
+
+def cached(model: Any, x: Tensor) -> Tensor:
+    if x.shape[-1] not in model.cache:
+        model.cache[x.shape[-1]] = torch.ones(x.shape[-1])
+    return x * model.cache[x.shape[-1]]  # type: ignore[no-any-return]
+
+
+def noise(_: nn.Module, x: Tensor) -> Tensor:
+    return x * (1 if random.random() < 2 else 2)
+
+
+LOST: dict[str, tuple[Callable[[Any, Tensor], object], Stated]] = {
+    "hook that limits": (lambda _, x: x.register_hook(limited), ("register_hook", "test_traced.py")),
+    "hook that logs": (lambda _, x: x.register_hook(logged), ("register_hook", "test_traced.py")),
+    "hook of a parameter": (lambda model, _: model.weights[1].register_hook(limited), ("register_hook",)),
+    "hook after a gradient": (
+        lambda model, _: model.weights[1].register_post_accumulate_grad_hook(logged),
+        ("register_post_accumulate_grad_hook",),
+    ),
+    "hook of a node": (lambda _, x: x.grad_fn.register_hook(logged), ("grad_fn.register_hook",)),  # type: ignore[union-attr]
+    "hook before a node": (lambda _, x: x.grad_fn.register_prehook(logged), ("grad_fn.register_prehook",)),  # type: ignore[union-attr]
+    "hook of an earlier node": (
+        lambda _, x: x.grad_fn.next_functions[0][0].register_hook(logged),  # type: ignore[union-attr]
+        ("grad_fn.register_hook",),
+    ),
+    "hook on several": (lambda _, x: torch.autograd.graph.register_multi_grad_hook([x], logged), ("register_hook",)),
+    "kept gradient": (lambda _, x: x.retain_grad(), ("retain_grad",)),
+    "read gradient": (lambda model, x: x if model.weights[0].grad is None else 2 * x, (".grad",)),
+    "saved tensors": (saved, ("saved_tensors_hooks",)),
+    "saved on the CPU": (on_cpu, ("saved_tensors_hooks",)),
+    "hook of a module": (hooked_module, ("hook",)),
+    "list": (lambda model, _: model.calls.append(1), ("calls",)),
+    "attribute": (lambda model, x: setattr(model, "last", x.detach()), ("last",)),
+    "number": (lambda model, _: setattr(model, "count", getattr(model, "count", 0) + 1), ("count",)),
+    "numbers of Python": (noise, ("random",)),
+    "seed": (lambda _, x: x * torch.manual_seed(3).initial_seed() * torch.rand(WIDTH), ("seed",)),
+    "vmap": (lambda _, x: torch.func.vmap(lambda row: row * row.sum())(x), ("RuntimeError",)),
+}
+"""Code that a graph of torch.export silently drops, with what the refusal states; it changes no number on the example."""
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_code_that_a_graph_loses_is_refused(kind: str) -> None:
+    act, stated = LOST[kind]
+    model, example = Acting(act), torch.randn(2, WIDTH)
+    state, generator = random.getstate(), torch.get_rng_state()
+    with raises(zb.InputError, "ModuleList", *stated):
+        zb.split(model, example=example).cut(4)
+    assert random.getstate() == state
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not model.calls
+    assert not hasattr(model, "count")
+    assert all(parameter._backward_hooks is None for parameter in model.parameters())
+
+
+def test_what_the_first_forward_sets_up_is_not_lost() -> None:
+    split = zb.split(Acting(cached), example=torch.randn(2, WIDTH))
+    states(split.describe(4), "torch.export")
+
+
+def test_a_hook_around_parts_is_refused_where_a_stage_has_no_gradient() -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                x.register_hook(limited)
+            return x
+
+    with raises(zb.InputError, "requires_grad", function="register_hook"):
+        zb.split(Hooked(), example=torch.randn(2, WIDTH))
 
 
 CALLS: list[tuple[dict[str, Any], Stated]] = [

@@ -36,6 +36,7 @@ from zerobubble.models.observation.following import Snapshot
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.operations import parameters_of
 from zerobubble.models.observation.units import Units, blocks_around, find_units
+from zerobubble.models.proof.lost_code import refuse_lost
 from zerobubble.models.proof.prove import proved
 from zerobubble.models.proof.tiny import MOST_PROVED
 from zerobubble.models.proof.trace_numbers import refuse_other_numbers
@@ -297,6 +298,7 @@ class ModelSplit:
             self._other_ways = self._inside_blocks()
             return
         try:
+            refuse_lost(self._source.untraced, self._arguments)
             found = self._source.traced(self._arguments, num_stages)
             if sum(parameter.numel() for parameter in found.model.parameters()) <= MOST_PROVED:
                 whole = found.with_numbers([name for name, _ in found.model.named_parameters()])

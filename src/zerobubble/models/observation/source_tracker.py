@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import DirectParameter, RandomDraw, Sources, UnitCall
+from zerobubble.models.observation.gradient_code import line_of_call
 from zerobubble.runtime.values.released import is_released
 
 _aten = torch.ops.aten
@@ -42,6 +43,8 @@ _LEAVES_TORCH = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 """Methods that read values and bypass torch's dispatcher."""
 
 
+_NEEDS_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad})
+"""Methods that torch refuses for a tensor without a gradient, as a stage has in the place of one of another stage."""
 _GOES_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 """Functions that run a backward pass."""
 
@@ -243,6 +246,13 @@ class _BypassesOfTheDispatcher(TorchFunctionMode):
             sources = self._tracker.sources_in((args, kwargs))
             if sources:
                 raise _goes_back(func, sources)
+        if func in _NEEDS_GRADIENT and not args[0].requires_grad and self._tracker.sources_in(args):
+            raise InputError(
+                "code of the model between its parts calls {function}() in {line}, where only some stages have a gradient",
+                function=func.__name__,
+                line=line_of_call(),
+                remedy="move that line into a part, a module with parameters; or run it only if the tensor's requires_grad is True",
+            )
         return func(*args, **(kwargs or {}))
 
 

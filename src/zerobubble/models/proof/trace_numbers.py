@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zerobubble.error_reports.text import describe
 from zerobubble.errors import InputError
 from zerobubble.models.observation.example import Arguments
 from zerobubble.runtime.values.buffers import in_mode
@@ -46,12 +47,18 @@ def refuse_other_numbers(model: nn.Module, traced: nn.Module, arguments: Argumen
 
 
 def _run(model: nn.Module, arguments: Arguments, parameters: list[nn.Parameter]) -> list[Any]:
-    """Returns the leaves of the output, and the gradients of `parameters`."""
+    """Returns the leaves of the output, and the gradients of `parameters`; raises `InputError` if it fails."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, arguments)
-    with forked(model, args, kwargs), torch.enable_grad():
-        leaves = pytree.tree_leaves(model(*args, **kwargs))
-        trained = [leaf.square().sum() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
-        gradients = torch.autograd.grad(trained, parameters, allow_unused=True) if trained and parameters else []
+    try:
+        with forked(model, args, kwargs), torch.enable_grad():
+            leaves = pytree.tree_leaves(model(*args, **kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
+            trained = [tensor.square().sum() for tensor in tensors]
+            gradients = torch.autograd.grad(trained, parameters, allow_unused=True) if trained and parameters else []
+    except Exception as error:
+        raise InputError(
+            "a graph of its operations fails on the example: {reason}", reason=describe(error)[:300], remedy=_REMEDY
+        ) from error
     return [*leaves, *gradients]
 
 
