@@ -108,6 +108,14 @@ def test_a_plan_takes_gathers_into_account() -> None:
         zb.plan(work, 8, placements="linear", seconds=0, sharded=Sharded(4 * ROOM, ROOM))
 
 
+def test_overlapped_passes_stay_together_where_passes_move_for_gathers() -> None:
+    """Such a plan was refused: moved passes came between those of a pair."""
+    costs = replace(zb.Costs.uniform(4, (10, 10, 8), comm=1, overlap=18, stages_per_rank=2), placement=zb.Placement.vee(2))
+    found = zb.plan(costs, 6, 4, placements=zb.Placement.vee(2), sharded=Sharded(6, 6, 1.0), evaluations=400)
+    assert found.schedule.overlaps
+    assert zb.schedule_faults(found.schedule) == ()
+
+
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_no_order_gathers_less_than_any_could(room: int) -> None:
     for name in NAMES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from time import perf_counter
 from typing import NamedTuple
 
 from zerobubble.bounds import Bound
@@ -17,7 +18,7 @@ from zerobubble.planning.attempt import Attempt, Budget, with_bound
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.ranking import can_beat, rank_key
 from zerobubble.planning.seeds import fit_to_memory, ranked_seeds, serial_schedule
-from zerobubble.planning.transforms import with_recompute_passes
+from zerobubble.planning.transforms import with_recompute_in_backward, with_recompute_passes
 
 
 class Effort(NamedTuple):
@@ -28,12 +29,17 @@ class Effort(NamedTuple):
     others: Sequence[Schedule] = ()
 
 
+UNBOUNDED = Bound(0, "")
+"""The bound of plans whose problem is not bounded yet."""
+
+
 @dataclass(frozen=True)
 class Lift:
     """Turns a plan of the searched problem into plans of the one that it stands for, none if nothing fits.
 
-    Their bounds hold for every plan of that problem. `share` is the part of the budget for improving the best of them. With `keeps_bound`,
-    a bound for the searched problem holds for them, too. With `lifts_published`, it also gets plans of the published schedules.
+    Their bounds hold for every plan of that problem, as does `UNBOUNDED`. `share` is the part of the budget for improving the best of them.
+    With `keeps_bound`, a bound for the searched problem holds for them, too. With `lifts_published`, it also gets plans of the published
+    schedules.
     """
 
     make: Callable[[Plan, Effort], Iterable[Plan]]
@@ -107,16 +113,24 @@ class Entry:
         """Whether a search may make this candidate better than `best`."""
         return self.attempt.can_improve and (best is None or best.time is None or can_beat(self.best, best))
 
-    def after(self, attempt: Attempt) -> Entry:
-        """The entry with another state of the attempt, whose schedule is lifted if it is new."""
+    def after(self, attempt: Attempt, until: float = inf) -> Entry:
+        """The entry with another state of the attempt, whose schedule is lifted if it is new.
+
+        The first plan may get published schedules as others, until the clock passes `until`.
+        """
         if not self.candidate.lifts:
             return replace(self, attempt=attempt, bound=attempt.plan.bound, plans=() if attempt.plan.order is None else (attempt.plan,))
         before, plan = self.attempt.plan, attempt.plan
         if plan.order is None or (self.plans and plan.order is before.order and plan.bound == before.bound):
             return replace(self, attempt=attempt)
-        starts = [] if self.plans or not any(lift.lifts_published for lift in self.candidate.lifts) else self._starts(attempt)
         effort = Effort(Budget(0.0, 0), others=attempt.seeds)
-        return replace(self, attempt=attempt).with_plans(made for start in (plan, *starts) for made in self.candidate.lifted(start, effort))
+        plans = self.candidate.lifted(plan, effort)
+        if not self.plans and any(lift.lifts_published for lift in self.candidate.lifts):
+            for start in self._starts(attempt):
+                if plans and perf_counter() > until:
+                    break
+                plans += self.candidate.lifted(start, effort)
+        return replace(self, attempt=attempt).with_plans(plans)
 
     def _starts(self, attempt: Attempt) -> Iterator[Plan]:
         """Plans with the published schedules, and with microbatches one by one."""
@@ -143,3 +157,33 @@ class Entry:
 def unopened(candidate: Candidate, bound: Bound) -> Entry:
     """The entry of a candidate for which no schedule was made."""
     return Entry(candidate, Attempt(candidate.name, Plan(candidate.problem, Status.FEASIBLE, bound, None, None, 0.0, "")), bound)
+
+
+MOST_LISTED = 64
+"""Candidates that are kept after the choices of each axis, and more if they have more targets."""
+
+
+def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The most promising candidates first, at most `MOST_LISTED`, of which each target has one."""
+    estimates = [_estimate(candidate) for candidate in candidates]
+    ranked = [candidates[place] for place in sorted(range(len(candidates)), key=estimates.__getitem__)]
+    targets = {candidate.target: candidate for candidate in reversed(ranked)}
+    kept = {id(candidate) for candidate in (*targets.values(), *ranked)[: max(MOST_LISTED, len(targets))]}
+    return [candidate for candidate in ranked if id(candidate) in kept]
+
+
+def _estimate(candidate: Candidate) -> tuple[bool, float]:
+    """Whether nothing fits, and a time in ns: the work of a rank, or what its memory needs if microbatches are held as briefly as possible.
+
+    Every R is a part of its B.
+    """
+    problem = candidate.problem
+    placement, costs = problem.placement, with_recompute_in_backward(problem).costs
+    hold, needs, work = 0, [0.0] * placement.num_ranks, [0] * placement.num_ranks
+    for stage in reversed(range(placement.num_stages)):
+        rank = placement.routes[0][stage]
+        hold += costs.forward[stage] + costs.backward[stage] + 2 * (costs.comm[stage] if stage + 1 < placement.num_stages else 0)
+        needs[rank] += costs.held_after_f[stage] * hold / problem.limits.memory[rank]
+        work[rank] += costs.forward[stage] + costs.backward[stage] + costs.weight[stage]
+    least = candidate.target.work / placement.num_ranks
+    return bool(problem.shortage_reason), max(least, problem.num_microbatches * max(map(max, needs, work)))

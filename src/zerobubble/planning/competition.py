@@ -33,7 +33,7 @@ from zerobubble.planning.attempt import (
 from zerobubble.planning.axes.axis import ChoicesOfAxis, Contest
 from zerobubble.planning.axes.sharded import ShardedChoices
 from zerobubble.planning.by_baseline import attempt_by_baseline
-from zerobubble.planning.candidate import Candidate, Effort, Entry
+from zerobubble.planning.candidate import Candidate, Effort, Entry, promising
 from zerobubble.planning.explanation import explained, simple_choice
 from zerobubble.planning.forward_only import forward_attempts
 from zerobubble.planning.in_steps import improve_in_steps
@@ -41,8 +41,8 @@ from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.ranking import rank_key
 from zerobubble.planning.rounds import CtrlC, compile_search, successive_halving, with_sharper_bounds
 from zerobubble.planning.seeds import estimate_of_best_seed, ranked_seeds
-from zerobubble.planning.transforms import with_recompute_in_backward
 from zerobubble.planning.weight_order import with_weights_ordered
+from zerobubble.units import show_ms
 
 
 @takes(problem=Problem, seconds=optional(NUMBER), seed=WHOLE, evaluations=optional(WHOLE), baseline=optional(str))
@@ -85,7 +85,7 @@ def solve(
     started = perf_counter()
     attempt = start_attempt(name, problem, budget, chain(seeds, ranked_seeds(problem, budget.for_seeds)))
     with suppress(KeyboardInterrupt):
-        compiling = compile_search([Entry(Candidate(name, problem, problem), attempt, attempt.plan.bound)], budget)
+        compiling = compile_search([problem] if attempt.can_improve else [], budget)
         attempt = with_sharper_bound(attempt, budget)
         spent = perf_counter() - started - compiling
         if not budget.is_empty:
@@ -102,6 +102,9 @@ SEARCHED = 6
 
 SEARCHED_FURTHER = 3
 """Candidates whose plans are improved by their axes."""
+
+FOR_ORDERS, FOR_STARTS = 0.6, 0.3
+"""Shares of the seconds for orders, at least, and for first schedules if there are axes."""
 
 MOST_FURTHER = 0.75
 """Share of the budget for all that follows the search for orders, at most."""
@@ -159,7 +162,7 @@ class _Competition:
         """All candidates, without a schedule."""
         candidates = [Candidate(name, problem, problem) for name, problem in problems.items()]
         for axis in self.axes:
-            candidates = [more for candidate in candidates for more in axis.choices(candidate)]
+            candidates = promising([more for candidate in candidates for more in axis.choices(candidate)])
         return candidates
 
     @property
@@ -174,16 +177,21 @@ class _Competition:
     def _for_orders(self) -> Budget:
         """The budget of the search for orders of passes."""
         lifts, finish = self._further
-        return self.budget.part(1 - lifts)._replace(seconds=(1 - lifts - finish) * self.budget.seconds)
+        seconds = max(FOR_ORDERS if self.axes else 0.0, 1 - lifts - finish) * self.budget.seconds
+        return self.budget.part(1 - lifts)._replace(seconds=seconds)
 
     def _search(self) -> None:
         """Opens the most promising candidates, and searches for orders by successive halving."""
         budget, baseline = self._for_orders, self.baseline
         with CtrlC() as ctrl_c:
+            if self.axes and baseline is None:
+                able = [one for candidate in self.candidates for one in (candidate.problem, candidate.target) if not one.is_forward_only]
+                self.compiling = compile_search(able, budget)
             for entry in self._opened(self._short_list(), budget):
                 self.entries.append(entry)
             if baseline is None:
-                self.compiling = compile_search(self.entries, budget)
+                able = [entry.candidate.problem for entry in self.entries if entry.attempt.can_improve]
+                self.compiling += compile_search([] if self.axes else able, budget)
                 self.entries = with_sharper_bounds(self.entries, budget)
                 spent = perf_counter() - self.started - self.compiling
                 if not budget.is_empty:
@@ -200,7 +208,7 @@ class _Competition:
         """The candidates to open: the most promising, with at least one for each placement and for each choice that axes report."""
         if not self.axes or len(self.candidates) <= SHORT_LIST:
             return self.candidates
-        ranked = sorted(self.candidates, key=self._estimate)
+        ranked = self.candidates  # the most promising first
         kept: list[Candidate] = []
         covered: set[tuple[str, str]] = set()
         for candidate in ranked:
@@ -212,17 +220,14 @@ class _Competition:
             alike = sum((one.name, one.labels[:-1]) == (candidate.name, candidate.labels[:-1]) for one in kept)
             if len(kept) < SHORT_LIST and alike < MOST_ON_ONE and not any(one is candidate for one in kept):
                 kept.append(candidate)
-        return sorted(kept, key=ranked.index)
-
-    def _estimate(self, candidate: Candidate) -> tuple[bool, int, int]:
-        """The rank before a search: what fits first, the least bound if R's are a part of B; at a tie, the one that computes least."""
-        problem = candidate.problem
-        least = with_recompute_in_backward(problem).bound().time
-        return bool(problem.shortage_reason), max(self._bound(candidate.target).time, least), least
+        return kept
 
     def _bound(self, problem: Problem) -> Bound:
         """The lower bound of a problem for all recompute levels."""
         same = problem.at_first_level
+        if same not in self.bounds and perf_counter() > self.budget.end(self.started + self.compiling):
+            work = -(-problem.work // problem.placement.num_ranks)
+            self.bounds[same] = Bound(work, f"ranks have {show_ms(work)} of work on average")
         if same not in self.bounds:
             passes = {candidate.name: candidate.problem.num_passes for candidate in self.candidates}
             self.bounds[same] = same.bound(is_quick=not self.budget.lasts_for_slack(sum(passes.values())))
@@ -234,6 +239,8 @@ class _Competition:
         If the budget is too short for all, the most promising come first, and those for which no time is left are left out.
         """
         whole, started, opened = budget.share(len(listed)), perf_counter(), dict[str, bool]()
+        if self.axes:
+            whole = self.budget.share(min(len(listed), SEARCHED))
         lasts = budget.lasts_for_seeds(sum(candidate.problem.num_passes for candidate in listed))
         ordered = listed if lasts else self._first_to_open(listed, budget)
         for candidate in (*ordered, *(other for other in self.candidates if not any(other is one for one in listed))):
@@ -242,7 +249,12 @@ class _Competition:
             spent, passes = perf_counter() - started, candidate.problem.num_passes
             left = budget._replace(seconds=budget.seconds - 2 * spent)
             is_affordable = lasts or (left.seconds > 0 and left.lasts_for_seeds(passes))
-            if not opened or candidate.problem.shortage_reason or (is_affordable and not (self.axes and spent > budget.for_seeds)):
+            is_needed = not any(opened.values()) if self.axes else not opened
+            if (
+                is_needed
+                or candidate.problem.shortage_reason
+                or (is_affordable and not (self.axes and perf_counter() > self.budget.part(FOR_STARTS).end(self.started + self.compiling)))
+            ):
                 for entry in self._open(candidate, whole):
                     opened[candidate.name] = opened.get(candidate.name, False) or bool(entry.plans)
                     yield entry
@@ -272,7 +284,9 @@ class _Competition:
             except InputError as error:
                 self.refusals.append(error)
                 return
-        yield Entry(candidate, attempt, bound).after(attempt)
+        if self.axes and self.baseline is None:
+            attempt = with_serial_schedule(attempt if budget.is_empty else with_list_schedule(attempt))
+        yield Entry(candidate, attempt, bound).after(attempt, self.budget.part(FOR_STARTS).end(self.started + self.compiling))
 
     def _attempt(self, candidate: Candidate, budget: Budget) -> Attempt:
         if candidate.problem.is_forward_only:
@@ -300,6 +314,8 @@ class _Competition:
             spent = perf_counter() - self.started - self.compiling
             seconds = max(0.0, (1 - finish) * self.budget.seconds - spent) / (len(able) - done)
             part = self.budget.part(lifts).share(len(able))._replace(seconds=seconds)
+            if part.is_empty:
+                return
             with CtrlC() as ctrl_c:
                 self.entries[place] = self.entries[place].improved(Effort(part, self.seed))
             self.interrupted |= ctrl_c.came
@@ -328,7 +344,7 @@ class _Competition:
         if not self.axes:
             return here[0].attempt
         plans = [plan for entry in here for plan in entry.plans if not plan.offloads]
-        best = min(plans, key=rank_key) if plans else next(entry.best for entry in here if entry.candidate.target.host is None)
+        best = min(plans, key=rank_key) if plans else min(here, key=lambda entry: entry.candidate.target.host is not None).best
         if best.problem.host is not None:
             best = replace(best, problem=replace(best.problem, host=None))
             best = replace(best, bound=self._bound(best.problem))

@@ -57,10 +57,11 @@ def _search_rounds(
 ) -> Iterator[tuple[int, Entry]]:
     """Each entry after its search in a round, with its place; the caller updates `known` with it before the next one.
 
-    The first round takes the best that can still win, at most `most`, each later one the better half of the round before.
+    The first round takes all that can still win, or `most` of those that have a list schedule already, each later one the better half of
+    the round before.
     """
     started, keep = perf_counter(), len(known)
-    if keep > 1:
+    if keep > 1 and most is None:
         for place, entry in list(known.items()):
             yield place, entry.after(with_list_schedule(entry.attempt))
     keep = keep if most is None else min(keep, most)
@@ -69,6 +70,8 @@ def _search_rounds(
         left = [place for place in open_entries(known) if turn == 0 or not known[place].candidate.is_compared]
         left = (left if most is None else sorted(left, key=lambda place: known[place].promise))[:keep]
         for done, place in enumerate(left, turn * len(left)):
+            if most is not None and perf_counter() > budget.end(started):
+                return
             part = budget.share(rounds * len(left), done, perf_counter() - started)
             yield place, known[place].after(improve_in_steps(known[place].attempt, part, seed + turn, on_progress))
         keep = ceil(len(left) / 2)
@@ -95,9 +98,8 @@ def with_sharper_bounds(entries: Sequence[Entry], budget: Budget) -> list[Entry]
     return sharper
 
 
-def compile_search(entries: Sequence[Entry], budget: Budget) -> float:
-    """Seconds to compile the search, 0 if none will run."""
-    problems = [problem for entry in entries if entry.attempt.can_improve for problem in (entry.candidate.problem, entry.candidate.target)]
+def compile_search(problems: Sequence[Problem], budget: Budget) -> float:
+    """Seconds to compile the search for these problems, 0 if none will run."""
     if budget.is_empty or not problems:
         return 0.0
     from zerobubble.planning.search import compile_kernels

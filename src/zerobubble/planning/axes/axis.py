@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 from typing import ClassVar
 
 from zerobubble.bounds import Bound
 from zerobubble.ir import Schedule
-from zerobubble.planning.answer import Plan
+from zerobubble.planning.answer import Plan, Status
 from zerobubble.planning.attempt import Budget, ProgressCallback
 from zerobubble.planning.candidate import Candidate, Entry
 from zerobubble.planning.problem.problem import Problem
@@ -58,6 +58,12 @@ class Contest:
         """The lower bound over all candidates that can win, or over those with this choice of an axis."""
         able = [one for one in self.candidates if not one.is_compared and one.label(axis) == label]
         return min((self.bounds[one.target.at_first_level] for one in able), key=lambda bound: bound.time)
+
+    def bounded(self, plan: Plan) -> Plan:
+        """The plan with the bound of its problem in place of its own."""
+        same = plan.problem.at_first_level
+        bound = self.bounds.get(same) or same.bound()
+        return replace(plan, bound=bound, status=Status.OPTIMAL if plan.time == bound.time else Status.FEASIBLE)
 
     @property
     def left(self) -> Budget:

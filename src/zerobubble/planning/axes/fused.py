@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.axes.axis import ChoicesOfAxis
-from zerobubble.planning.candidate import Candidate, Lift
+from zerobubble.planning.candidate import UNBOUNDED, Candidate, Lift
 from zerobubble.planning.in_steps import one_pass_problems
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.transforms import fused_variants
@@ -32,6 +32,6 @@ def _joined(plan: Plan, problem: Problem) -> Iterator[Plan]:
     """Converts a plan with passes one at a time to plans for `problem`, whose BW may take less than B and W."""
     levels = plan.problem.recomputation
     target = problem if levels is None else problem.offering(levels.offered, *levels.chosen)
-    bound, named = target.bound(), plan.schedule.name
+    named = plan.schedule.name
     for made in fused_variants(plan.schedule, target):
-        yield Plan.from_schedule(target, bound, replace(made, name=named), plan.seconds, f"{plan.how}, {made.name}")
+        yield Plan.from_schedule(target, UNBOUNDED, replace(made, name=named), plan.seconds, f"{plan.how}, {made.name}")

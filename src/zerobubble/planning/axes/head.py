@@ -17,7 +17,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement
 from zerobubble.planning.answer import Choice, Plan, Saving
 from zerobubble.planning.axes.axis import ChoicesOfAxis, Contest
-from zerobubble.planning.candidate import Candidate, Lift
+from zerobubble.planning.candidate import UNBOUNDED, Candidate, Lift
 from zerobubble.planning.problem.from_work import ample_limits, has_ample_memory
 from zerobubble.planning.problem.head import COLUMNS, HEAD_BYTES, Head, has_parts, parts_on, without_parts
 from zerobubble.planning.problem.problem import Problem
@@ -185,11 +185,11 @@ class HeadChoices(ChoicesOfAxis):
     def _divided(self, plan: Plan, stages: Problem) -> Iterator[Plan]:
         """The plan for stages alone with the head divided by each algorithm, if that fits the limits of `stages`."""
         divided = self.head_parts.divided(replace(plan.problem, limits=stages.limits))
-        alone, least = replace(plan.schedule, overlaps=frozenset()), divided.bound()
+        alone = replace(plan.schedule, overlaps=frozenset())
         for algorithm in (1, 2):
             schedule = with_vocabulary(alone, algorithm, plan.costs)
             if fits_memory(schedule, divided):
-                yield Plan.from_schedule(divided, least, schedule, plan.seconds, plan.how)
+                yield Plan.from_schedule(divided, UNBOUNDED, schedule, plan.seconds, plan.how)
 
     def finish(self, found: Plan, contest: Contest) -> Plan:
         ways = []

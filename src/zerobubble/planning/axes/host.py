@@ -19,7 +19,7 @@ from zerobubble.offload import HostLink, plan_offloads
 from zerobubble.offload.choice import EVALUATIONS, ROUNDS
 from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.axes.axis import ChoicesOfAxis, Contest
-from zerobubble.planning.candidate import Candidate, Lift
+from zerobubble.planning.candidate import UNBOUNDED, Candidate, Lift
 from zerobubble.planning.problem.from_work import ample_limits
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.rounds import CtrlC
@@ -77,11 +77,11 @@ class HostChoices(ChoicesOfAxis):
         with suppress(InputError):
             by_span = problem.objective is Objective.PERIOD
             offloads = plan_offloads(plan.schedule, problem.costs, limits, self.link, evaluations, rounds, by_span=by_span)
-            yield Plan.from_schedule(problem, problem.bound(), plan.schedule, plan.seconds, plan.how, offloads)
+            yield Plan.from_schedule(problem, UNBOUNDED, plan.schedule, plan.seconds, plan.how, offloads)
 
     def finish(self, found: Plan, contest: Contest) -> Plan:
         bound = contest.least_bound()
-        answers = [self._hosted(plan) for plan in contest.answers]
+        answers = [replace(plan, problem=replace(plan.problem, host=self.link)) for plan in contest.answers]
         if not answers:
             remedy = f"give more memory; without offload {found.reason}"
             raise InputError("no schedule fits, even if every waiting activation is offloaded", remedy=remedy)
@@ -90,15 +90,9 @@ class HostChoices(ChoicesOfAxis):
             with CtrlC():
                 for better in self._searched([plan for plan in answers if plan.offloads], best, contest):
                     best = min(best, better, key=_price)
+        best = contest.bounded(best)
         without = min((plan.time or 0 for plan in answers if not plan.offloads), default=None)
         return found.with_winner(replace(best, seconds=found.seconds), OffloadSavings(best, without, bound), *found.savings)
-
-    def _hosted(self, plan: Plan) -> Plan:
-        """The plan, perhaps without offload, as one of the problem with a link."""
-        if plan.problem.host is not None:
-            return plan
-        hosted = replace(plan.problem, host=self.link)
-        return Plan.from_schedule(hosted, hosted.bound(), plan.schedule, plan.seconds, plan.how)
 
     def _searched(self, answers: list[Plan], best: Plan, contest: Contest) -> Iterator[Plan]:
         """Plans after a search over their offloads: the quickest, and the quickest without limits, which minimal offloads often slow."""

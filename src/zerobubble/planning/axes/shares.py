@@ -13,7 +13,7 @@ from zerobubble.costs import Level, Limits
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, bound_by_windows
 from zerobubble.planning.axes.axis import ChoicesOfAxis
-from zerobubble.planning.candidate import Candidate, Effort, Lift
+from zerobubble.planning.candidate import UNBOUNDED, Candidate, Effort, Lift
 from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.recompute.reduction import with_less_recompute
@@ -54,9 +54,9 @@ def with_equal_microbatches(problem: Problem, levels: Sequence[Level] = ()) -> P
     mean, largest = (problem.costs.scaled(share) for share in (fmean(shares), max(shares)))
     costs = replace(mean, held_after_f=largest.held_after_f, held_after_b=largest.held_after_b)
     memory = list(problem.limits.memory)
+    kept = [[each.with_recompute(level).column("held_input") for level in levels] for each in (problem.costs, costs)]
     for stage, rank in enumerate(problem.placement.routes[0]):
-        kept = [[each.with_recompute(level).column("held_input")[stage] for level in levels] for each in (problem.costs, costs)]
-        more = max((round(own * max(shares)) - here for own, here in zip(*kept, strict=True)), default=0)
+        more = max((round(own[stage] * max(shares)) - here[stage] for own, here in zip(*kept, strict=True)), default=0)
         memory[rank] = max(1, memory[rank] - problem.num_microbatches * max(0, more))
     return replace(problem, costs=costs, limits=Limits(tuple(memory)), workload=None, cut=None, trains=True)
 
@@ -79,7 +79,7 @@ def unequal_plans(problem: Problem, plan: Plan, budget: Budget, seed: int) -> It
     """
     levels = plan.problem.recomputation
     problem = problem if levels is None else problem.offering(levels.offered, *levels.chosen)
-    bound = bound_by_windows(problem, problem.bound(), budget)
+    bound = UNBOUNDED if budget.is_empty else bound_by_windows(problem, problem.bound(), budget)
     yield Plan.from_schedule(problem, bound, plan.schedule, plan.seconds, plan.how)
     if problem.costs.shares == (1,) * problem.num_microbatches:
         return
