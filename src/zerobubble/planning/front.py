@@ -1,42 +1,31 @@
-"""The entry point of the planner: `plan` validates its arguments, builds the problems and composes the search for the axes asked for.
-
-The search for each axis wraps the search for the others: gathers around offload around the head around the rest (`competition.compete`).
-"""
+"""The entry point of the planner: `plan` reads its arguments and builds the problems, over which the candidates of all axes compete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
-from zerobubble.arguments import COUNT, NUMBER, WHOLE, as_tuple, each, either, instance, optional, takes
-from zerobubble.bounds.overlap import fusing_saves
+from zerobubble.arguments import COUNT, NUMBER, WHOLE, each, either, instance, optional, takes
 from zerobubble.costs import Costs, Level, Limits
 from zerobubble.errors import InputError, shown
 from zerobubble.ir import Placement
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
-from zerobubble.partition.speeds import EACH_LINK, EACH_RANK, Links, as_links, as_speeds, at_links
+from zerobubble.partition.speeds import Links, as_links, as_speeds, at_links
 from zerobubble.planning.answer import Plan
+from zerobubble.planning.asked import AskedAxes
 from zerobubble.planning.attempt import Budget, ProgressCallback, as_budget
-from zerobubble.planning.axes.axis import ChoicesOfAxis
-from zerobubble.planning.axes.fused import FusedChoices
-from zerobubble.planning.axes.head import HeadChoices, HeadParts, given_head
-from zerobubble.planning.axes.host import HostChoices
-from zerobubble.planning.axes.recompute import RecomputeChoices
-from zerobubble.planning.axes.sharded import ShardedChoices
-from zerobubble.planning.axes.shares import SharesChoices
+from zerobubble.planning.axes.head import HeadParts, given_head
 from zerobubble.planning.competition import compete
 from zerobubble.planning.cut_plan import OtherAxes, plan_cuts
-from zerobubble.planning.layer_plan import plan_layers, problems_of_layers
+from zerobubble.planning.layer_plan import LayerProblem, plan_layers, problems_of_layers
 from zerobubble.planning.placements import ANY, Placements, placements_to_try
-from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.from_work import MEMORY, Memory, placements_for, problems_of
-from zerobubble.planning.problem.head import Head, has_parts
+from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Objective, Problem, is_forward_only, without_held
-from zerobubble.planning.problem.recomputation import levels_for
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.shards.plan_with_gathers import sharding
 
 LAYERS = each(Layer)._replace(accepts=lambda given: each(Layer).accepts(given) and len(given) > 0)
 
@@ -129,73 +118,82 @@ def plan(
     >>> found.schedule.placement.name
     'vee'
     """
-    objective = (Objective.PERIOD if host is None else Objective.MAKESPAN) if objective is None else objective
-    aim, budget = Objective.named(objective), as_budget(seconds, evaluations)
-    if isinstance(work, Costs) and work.shares:
-        shares, work = shares or work.shares, replace(work, shares=())
-    measured = work.levels if isinstance(work, Costs) and recompute != "none" else ()
-    offered = levels_for(recompute, measured or None if levels is None else levels)
-    asked = {
-        "layers": not isinstance(work, (Workload, Costs)) and "a cut of layers",
-        "speeds": bool(speeds) and "speeds",
-        "links": bool(links) and "links",
-        "baseline": baseline is not None and "baseline",
-        "sharded": sharded is not None and "sharded",
-        "shares": bool(shares) and "shares",
-        "recompute": bool(offered) and "recompute",
-        "head": (head is not None and "head") or (isinstance(work, Costs) and has_parts(work) and "the head in the costs"),
-        "host": host is not None and "host",
-        "fused": _has_fused(work) and "fused",
-        "period": aim is Objective.PERIOD and "objective='period'",
-    }
-    speeds, links = as_tuple("plan: speeds", speeds, EACH_RANK), as_tuple("plan: links", links, EACH_LINK)
-    refuse_pairs({axis: name for axis, name in asked.items() if name})
-    if host is not None and memory is None:
-        raise InputError("host needs a memory, which decides what goes to the host", remedy="give memory")
-    if is_forward_only(work) and not asked["head"]:
-        _refuse_with_forwards({axis: name for axis, name in asked.items() if name})
+    default = Objective.PERIOD if host is None else Objective.MAKESPAN
+    aim, budget = default if objective is None else Objective.named(objective), as_budget(seconds, evaluations)
+    asked = AskedAxes.read(work, shares, sharded, recompute, levels, head, host, speeds, links, baseline)
+    asked.refuse(work, memory, aim)
+    if is_forward_only(work) and not asked.has_head(work):
         work, memory = without_held(work), memory if isinstance(memory, (str, Limits)) else None
+    search = partial(_search, asked=asked, progress=progress)
+    if isinstance(work, (Workload, Costs)):
+        in_budget = partial(search, budget=budget, seed=seed)
+        return _plan_stages(work, num_microbatches, memory, placements, aim, asked, in_budget)
+    uncut = _layer_problems(work, num_microbatches, memory, placements, aim, asked)
+    if asked.are_of_layers_alone:
+        return plan_layers(uncut, budget, seed, progress)
     head_parts = None if head is None else HeadParts(head)
-    others = bool(shares or offered or head_parts or host or baseline)
-    if not isinstance(work, (Workload, Costs)):
-        places = _placements_of_layers(placements, memory, speeds or links)
-        num_ranks = next(iter(places.values())).num_ranks
-        known, over = as_speeds(speeds, num_ranks), as_links(links, num_ranks)
-        _require_messages(over, [layer.output_comm for layer in work], "output_comm of the layers")
-        uncut = problems_of_layers(work, places, num_microbatches, memory, aim, known, over)
-        if not others and sharded is None:
-            return plan_layers(uncut, budget, seed, progress)
-        others_of_cuts = OtherAxes(tuple(shares), sharded, offered, head_parts, host is not None)
+    others = OtherAxes(asked.shares, sharded, asked.offered, head_parts, host is not None)
+    return plan_cuts(uncut, budget, seed, others=others, search=partial(search, head_parts), progress=progress)
 
-        def search(problems: Mapping[str, Problem], part: Budget, turn: int) -> Plan:
-            asked_for = _axes(problems, head_parts, host, offered)
-            return compete(problems, part, turn, axes=asked_for, baseline=baseline, progress=progress)
 
-        return plan_cuts(uncut, budget, seed, others=others_of_cuts, search=search, progress=progress)
-    if speeds:
+def _search(
+    head_parts: HeadParts | None,
+    problems: Mapping[str, Problem],
+    budget: Budget,
+    seed: int,
+    *,
+    asked: AskedAxes,
+    progress: ProgressCallback | None,
+) -> Plan:
+    """The plan over `problems` (by name of placement) with all axes asked for."""
+    axes = asked.choices(problems, head_parts)
+    return compete(problems, budget, seed, axes=axes, baseline=asked.baseline, progress=progress)
+
+
+def _plan_stages(
+    work: Workload | Costs,
+    num_microbatches: int,
+    memory: Memory | None,
+    placements: Placements | None,
+    aim: Objective,
+    asked: AskedAxes,
+    search: Callable[[HeadParts | None, Mapping[str, Problem]], Plan],
+) -> Plan:
+    """The plan for the work of ranks or stages."""
+    if asked.speeds:
         instead = "Workload.from_ms takes the times of each rank" if isinstance(work, Workload) else "costs have the times of each stage"
         raise InputError(
             "speeds are for layers, got {speeds} with {kind}",
-            speeds=shown(speeds),
+            speeds=shown(asked.speeds),
             kind=type(work).__name__,
             remedy=f"leave them out, as {instead}",
         )
-    tried = placements_for(work, placements)
-    work = _over_links(work, links, next(iter(tried.values())))
-    if asked["head"] and isinstance(work, Costs):
-        head_parts, work = given_head(head, work, next(iter(tried.values())))
-    problems = problems_of(work, num_microbatches, memory, tried, aim, sharded, shares)
-    axes = _axes(problems, head_parts, host, offered)
-    found = compete(problems, budget, seed, axes=axes, baseline=baseline, progress=progress)
+    tried, head_parts = placements_for(work, placements), None if asked.head is None else HeadParts(asked.head)
+    first = next(iter(tried.values()))
+    work = _over_links(work, asked.links, first)
+    if isinstance(work, Costs) and asked.has_head(work):
+        head_parts, work = given_head(asked.head, work, first)
+    work = replace(work, shares=()) if isinstance(work, Costs) else work
+    found = search(head_parts, problems_of(work, num_microbatches, memory, tried, aim, asked.sharded, asked.shares))
     if found.order is None and head_parts is not None:
         raise InputError(found.reason)
     return found
 
 
-def _refuse_with_forwards(asked: Mapping[str, str]) -> None:
-    """Raises `InputError` with all axes asked for that need backward passes."""
-    if wrong := [asked[axis] for axis in ("baseline", "sharded", "recompute", "host") if axis in asked]:
-        raise InputError("work without backward passes is planned without {wrong}", wrong=", ".join(wrong), remedy="leave that out")
+def _layer_problems(
+    work: Sequence[Layer],
+    num_microbatches: int,
+    memory: Memory | None,
+    placements: Placements | None,
+    aim: Objective,
+    asked: AskedAxes,
+) -> dict[str, LayerProblem]:
+    """The layers to be cut on each placement."""
+    places = _placements_of_layers(placements, memory, asked.speeds or asked.links)
+    num_ranks = next(iter(places.values())).num_ranks
+    speeds, links = as_speeds(asked.speeds, num_ranks), as_links(asked.links, num_ranks)
+    _require_messages(links, [layer.output_comm for layer in work], "output_comm of the layers")
+    return problems_of_layers(work, places, num_microbatches, memory, aim, speeds, links)
 
 
 def _over_links(work: Workload | Costs, links: Sequence[float], placement: Placement) -> Workload | Costs:
@@ -211,32 +209,6 @@ def _require_messages(links: Links, comm: Sequence[int], name: str) -> None:
         raise InputError(
             "links scale the times of messages, but {name} are all 0", name=name, remedy="give these times, or leave links out"
         )
-
-
-def _has_fused(work: Workload | Costs | Sequence[Layer]) -> bool:
-    """Whether a BW takes less than B and W on some rank, stage or layer."""
-    return bool(work.fused) if isinstance(work, (Workload, Costs)) else any(layer.fused for layer in work)
-
-
-def _axes(
-    problems: Mapping[str, Problem], head_parts: HeadParts | None, host: HostLink | None, offered: Sequence[Level]
-) -> list[ChoicesOfAxis]:
-    """The choices of all axes asked for, the outermost first."""
-    some, offered = next(iter(problems.values())), tuple(offered)
-    axes: list[ChoicesOfAxis] = []
-    if some.sharded is not None:
-        axes.append(ShardedChoices(tuple((problem.placement, sharding(problem)) for problem in problems.values())))
-    if host is not None:
-        axes.append(HostChoices(host))
-    if head_parts is not None:
-        axes.append(HeadChoices(head_parts))
-    if (offered or some.costs.shares) and any(fusing_saves(problem.costs) for problem in problems.values()):
-        axes.append(FusedChoices())
-    if some.costs.shares:
-        axes.append(SharesChoices(offered))
-    if offered:
-        axes.append(RecomputeChoices(offered))
-    return axes
 
 
 def _placements_of_layers(given: Placements | None, memory: Memory | None, per_rank: Sequence[float]) -> dict[str, Placement]:
