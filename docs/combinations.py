@@ -26,6 +26,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full", "selective"),
     "offload": ("none", "all"),
     "order_by": ("none", "tokens", "planned ahead"),
+    "slices": ("1", "2"),
     "head": ("whole", "divided"),
     "mesh": ("pp", "dp", "dp_shard", "tp", "ep"),
     "frozen": ("none", "some"),
@@ -69,6 +70,10 @@ EXCLUDED: tuple[Excluded, ...] = (
     *_excluded("tied", "embedding and head", {"mesh": ("dp_shard",)}, "a rank holds only a shard of each parameter"),
     *_excluded("split", "graph", {"mesh": ("dp_shard", "tp", "ep")}, "a traced graph has plain tensors and no hooks"),
     *_excluded("schedule", "dualpipe-v", {"order_by": ("tokens", "planned ahead")}, "microbatches are ordered for passes one at a time"),
+    *_excluded("slices", "2", {"schedule": ("zb-v", "dualpipe-v")}, "they have no order over slices of a sequence"),
+    *_excluded("slices", "2", {"split": ("graph",)}, "a traced graph has no keys of earlier slices"),
+    *_excluded("slices", "2", {"order_by": ("tokens", "planned ahead")}, "slices of a microbatch stay together"),
+    *_excluded("slices", "2", {"survive": ("yes",)}, "the remaining ranks play schedules without slices"),
     *_excluded("head", "divided", {"added losses": ("some",)}, "its last stage gives one tensor"),
     *_excluded("main_grad", "float64", {"optimizer step": ("PostValidation",)}, "the optimizer reads .grad, which stays None"),
 )

@@ -1,4 +1,4 @@
-"""For authors of modules: skips over stages, auxiliary losses on any stage, experts spread over ranks, layers with a custom W.
+"""For authors of modules: skips over stages, auxiliary losses on any stage, slices of a sequence, experts over ranks, a custom W.
 
 Needs torch.
 """
@@ -18,13 +18,27 @@ from zerobubble.runtime.split.layers.eligibility import is_watched
 from zerobubble.runtime.split.layers.weight_work import WeightWork, pass_in_progress
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.stage.divided_head import DividedHead
+from zerobubble.runtime.stage.slice_modules import CausalAttention, JoinSlices, SlicePositions
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.added_losses import add_loss, collecting_losses
 from zerobubble.runtime.values.experts import mark_experts
 from zerobubble.runtime.values.random_state import RandomState
 from zerobubble.runtime.values.skips import pop, stash
 
-__all__ = ["DividedHead", "SplitReport", "add_loss", "check_split", "collecting_losses", "deferral", "mark_experts", "pop", "stash"]
+__all__ = [
+    "CausalAttention",
+    "DividedHead",
+    "JoinSlices",
+    "SlicePositions",
+    "SplitReport",
+    "add_loss",
+    "check_split",
+    "collecting_losses",
+    "deferral",
+    "mark_experts",
+    "pop",
+    "stash",
+]
 
 
 @takes()

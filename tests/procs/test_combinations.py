@@ -45,17 +45,21 @@ Row = Mapping[str, str]
 
 
 class Block(nn.Module):
-    """A residual block. With `adds` it has a loss of its own, and with a `mixture` experts."""
+    """A residual block. With `adds` it has a loss of its own, with a `mixture` experts, and if it `attends` attention."""
 
-    def __init__(self, mixture: nn.Module | None, *, adds: bool) -> None:
+    def __init__(self, mixture: nn.Module | None, *, adds: bool, attends: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.mixture = mixture
         self.adds = adds
+        self.attention = zb.nn.CausalAttention() if attends else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.attention is not None:
+            normal = self.norm(x)
+            x = x + self.attention(normal, normal, normal)
         x = x + self.down(self.up(self.norm(x)).relu())
         if self.mixture is not None:
             x = self.mixture(x)
@@ -72,7 +76,7 @@ class Stage(nn.Module):
         experts = Mixture(stage, mesh["ep"] if mesh is not None else None, "divided") if row["mesh"] == "ep" else None
         torch.manual_seed(100 * seed + stage)
         self.embed = nn.Embedding(VOCABULARY, WIDTH) if stage == 0 else None
-        self.block = Block(experts, adds=row["added losses"] == "some" and stage % 2 == 0)
+        self.block = Block(experts, adds=row["added losses"] == "some" and stage % 2 == 0, attends=row["slices"] != "1")
         is_last = stage == num_stages - 1
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if is_last and row["head"] == "whole" else None
         if row["frozen"] == "some":
@@ -211,8 +215,9 @@ def mesh_of(row: Row, group: dist.ProcessGroup) -> tuple[dict[str, Any], DeviceM
 
 def options_of(row: Row) -> tuple[zb.Schedule, dict[str, Any]]:
     """The schedule and the options of the pipeline."""
-    schedule = zb.make(row["schedule"], 2, MICROBATCHES)
-    options: dict[str, Any] = {"split": row["split"], "scale": row["scale"], "survive": row["survive"] == "yes"}
+    slices = int(row["slices"])
+    schedule = zb.make(row["schedule"], 2, MICROBATCHES, **({"slices": slices} if slices > 1 else {}))
+    options: dict[str, Any] = {"split": row["split"], "scale": row["scale"], "survive": row["survive"] == "yes", "slices": slices}
     if row["recompute"] != "none":
         schedule = with_recompute(schedule)
     if row["recompute"] == "selective":

@@ -133,10 +133,15 @@ def test_the_page_on_meshes_spreads_experts(tmp_path: Path) -> None:
     assert last < first
 
 
+def test_the_page_on_long_sequences_has_the_loss_of_whole_sequences(tmp_path: Path) -> None:
+    whole, sliced = map(float, re.findall(r"loss ([\d.]+)", run_forked(programs_of("docs/long-sequences.md")[0], tmp_path, 2)))
+    assert abs(whole - sliced) < 2e-4
+
+
 @pytest.mark.long
 def test_the_page_on_long_sequences_equals_one_device(tmp_path: Path) -> None:
     """Two ranks share each sequence; their loss is the mean over all tokens, and gradients are summed over them."""
-    (program,) = programs_of("docs/long-sequences.md")
+    _, program = programs_of("docs/long-sequences.md")
     divided, alone, difference = re.findall(r"[\d.]+(?:e-\d+)?", run_forked(program, tmp_path, 4))
     assert divided == alone
     assert float(difference) < 1e-6

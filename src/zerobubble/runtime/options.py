@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, faults_among, function, instance, number, optional, require
+from zerobubble.arguments import COUNT, NUMBER, WHOLE, Wanted, each, either, faults_among, function, instance, number, optional, require
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
@@ -30,6 +30,7 @@ from zerobubble.runtime.executor.overrides import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied
+from zerobubble.runtime.split.ways import TRACED
 from zerobubble.runtime.stage.divided_head import DividedHead
 from zerobubble.runtime.stage.levels import LEVELS, GivenLevels, RecomputeLevels
 from zerobubble.runtime.stage.rank_stages import Build
@@ -86,6 +87,7 @@ class PipelineOptions:
     link: HostLink | None = None
     batch_dims: BatchDims | None = None
     device: torch.device | str | None = None
+    slices: int = 1
 
     @property
     def captures_steps(self) -> bool:
@@ -150,6 +152,7 @@ WANTED: dict[str, Wanted | type] = {
     "batch_dims": optional(
         Wanted("dimensions by name such as {'position_ids': 1, 'mask': None}, None for what all microbatches share", _are_dims)
     ),
+    "slices": COUNT,
     "device": optional(Wanted("a device such as 'cuda' or torch.device('cuda', 1)", _is_device)),
 }
 """The requirements of each argument. Whether names exist and values match each other is checked where they are used."""
@@ -222,8 +225,6 @@ def dependency_faults(options: PipelineOptions) -> str:
         faults.append("link is for the copies of offloads: give offload, or leave link out")
     if options.offload is not None and _planned_offloads(options):
         faults.append("the plan already has offloads: leave offload out, or give the schedule of the plan instead of the plan")
-    if isinstance(options.schedule, Schedule) and options.schedule.slices > 1:
-        faults.append("pipelines do not run slices of a sequence yet: give a schedule without slices")
     return "; ".join(faults)
 
 
@@ -301,6 +302,8 @@ USED: Mapping[str, Callable[[PipelineOptions, Layout], bool]] = {
     "order_by": lambda options, _: options.order_by is not None,
     "offload": lambda options, _: uses_offloads(options),
     "a DividedHead": lambda options, _: _divides_head(options),
+    "slices": lambda options, _: options.slices > 1,
+    "split='graph'": lambda options, _: _is_traced(options),
     "cuda_graphs": lambda options, _: bool(options.cuda_graphs),
     "cuda_graphs='step'": lambda options, _: options.captures_steps,
     "on_loss": lambda options, _: options.on_loss is not None,
@@ -330,6 +333,11 @@ EXCLUDED: Mapping[tuple[str, str], str] = {
         "'auto'",
         "stages that communicate with other pipelines",
     ): f"it plans each pipeline by itself, and all of these must run the same passes: {_PLAN_BEFORE}",
+    ("survive", "slices"): "the remaining ranks play schedules without slices",
+    ("'auto'", "slices"): "it plans whole microbatches",
+    ("order_by", "slices"): "slices of a microbatch stay together",
+    ("slices", "split='graph'"): "a traced graph has no keys of earlier slices",
+    ("slices", "cuda_graphs"): "a graph has no keys of earlier slices",
     ("order_by", "cuda_graphs='step'"): "a graph repeats one order of passes",
     ("cuda_graphs='step'", "on_loss"): "a replay calls no function with the losses",
     ("cuda_graphs='step'", "loss_weight"): "a graph repeats the weights of the microbatches at its capture",
@@ -364,6 +372,12 @@ def _divides_head(options: PipelineOptions) -> bool:
     plan = planned(options)
     schedule = options.schedule if plan is None else plan.schedule
     return isinstance(options.loss_fn, DividedHead) or (isinstance(schedule, Schedule) and schedule.has_divided_head)
+
+
+def _is_traced(options: PipelineOptions) -> bool:
+    """Returns whether stages are split by their graph."""
+    ways = options.split.values() if isinstance(options.split, Mapping) else (options.split,)
+    return not set(TRACED).isdisjoint(ways)
 
 
 def _is_planned_in_shards(options: PipelineOptions) -> bool:

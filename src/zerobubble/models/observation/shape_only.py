@@ -34,6 +34,7 @@ from zerobubble.models.observation.source_tracker import is_mark
 from zerobubble.runtime.device import of_kind
 from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.split.weight_flops import FlopCounter
+from zerobubble.runtime.stage.slices import only_shapes
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
 from zerobubble.runtime.values.random_state import forked
@@ -185,6 +186,7 @@ class ShapeOnlyUnit:
             _Made(self.name, unit, leaves) as made,
             collecting_losses(),
             recording_separately() as recorded,
+            only_shapes(),
         ):
             tried.append(made)
             output = unit(*args, **kwargs)

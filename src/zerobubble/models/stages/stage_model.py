@@ -44,6 +44,7 @@ from zerobubble.models.observation.stand_in import Current, StandIn, device_of, 
 from zerobubble.models.observation.units import Units
 from zerobubble.models.stages.set_elsewhere import SetElsewhere
 from zerobubble.models.stages.shared_draws import SharedDraws
+from zerobubble.models.stages.slice_cache import SliceArguments
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.random_state import drawn_seed
@@ -175,6 +176,7 @@ class _StageCode:
         self._stage = stage
         self._is_last = stage == cut.num_stages - 1
         self._kind = kind
+        self._slices = SliceArguments(kind)
         self._current = current
         self._of_flows: OrderedDict[int, Crossings] = OrderedDict()
         self._has_hooks: frozenset[str] = frozenset()
@@ -183,11 +185,12 @@ class _StageCode:
     def run(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs `forward`, the model's own, until the last unit of the stage has returned; see `stage_model` for the values."""
         original, crossed, seed = self._arguments(model, args, kwargs)
-        crossing = self._crossings(model, *original)
+        completed = self._slices.completed(model, *original)
+        crossing = self._crossings(model, *completed)
         if self._stage == 0 and crossing.shares_draws:
             seed = drawn_seed()
         # the next stage gets the unchanged inputs
-        args, kwargs = pytree.tree_map(_copied, original) if crossing.flow.changes_inputs else original
+        args, kwargs = pytree.tree_map(_copied, completed) if crossing.flow.changes_inputs else completed
         last_call = None if self._is_last else crossing.last_calls[self._stage]
         device = device_of(args, kwargs)
         draws = None if seed is None else SharedDraws(seed, device)
@@ -196,7 +199,7 @@ class _StageCode:
         try:
             output = forward(*args, **kwargs) if self._is_last or last_call is not None else None
             if self._is_last:
-                return output
+                return self._slices.without_cache(output)
         except _StageIsDoneError:
             pass
         finally:

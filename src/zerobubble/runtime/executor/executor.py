@@ -9,7 +9,7 @@ was sent belongs to the mailbox until the program releases it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +32,8 @@ from zerobubble.runtime.mailbox.mailbox import Mailbox
 from zerobubble.runtime.measure.clock import Instant, clock_for
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.trace import RawRecords, Records
+from zerobubble.runtime.stage.slice_proof import prove_slices
+from zerobubble.runtime.stage.slices import StageSlices
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with_keywords
@@ -95,6 +97,7 @@ class Executor:
         self._listener = listener
         self._completion = GradientCompletion(self.row, stages, self.gathers, listener, self.record_reduction)
         self._training = not program.is_forward_only
+        self._slices = _slices_of(program, stages, self._training) if program.slices > 1 else {}
         for kind in program.kinds:  # of all rows: every rank refuses a missing kind, and none begins a step that another refuses
             run_of(kind)
         for recompute_kind in {*program.recomputed.values()}:
@@ -250,6 +253,8 @@ class Executor:
         self._batch = None
         for stage in self._stages.values():
             stage.clear()
+        for slices in self._slices.values():
+            slices.clear()
 
     def _with_notice(self, number: int, call: Call) -> Call:
         """Returns the call of step `number` of the row, with a call of the listener before it."""
@@ -318,6 +323,10 @@ class Executor:
         self._note_memory()
 
     def _compile_pass(self, op: Op) -> _Pass:
+        compiled = self._compile_whole_pass(op)
+        return compiled._replace(work=self._slices[op.stage].wrap(op, compiled.work)) if self._slices else compiled
+
+    def _compile_whole_pass(self, op: Op) -> _Pass:
         traits = traits_of(op.kind)
         if traits.gathers:
             return self._compile_part(op)
@@ -496,3 +505,11 @@ class Executor:
     def _release(self, value: Value) -> None:
         self._values.pop(value, None)
         self._mailbox.release(value)
+
+
+def _slices_of(program: Program, stages: Mapping[int, Stage], trains: bool) -> dict[int, StageSlices]:
+    """Returns what slices leave to later ones, by stage."""
+    last = program.num_stages - 1
+    return {
+        index: StageSlices(index, program.slices, trains, partial(prove_slices, stage, index == last)) for index, stage in stages.items()
+    }

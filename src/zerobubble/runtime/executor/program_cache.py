@@ -194,7 +194,7 @@ class ProgramCache:
         played = self._played.schedule
         if num_microbatches == played.num_microbatches:
             return self._played
-        schedule = schedule_for(self._given, self._peers.size, num_microbatches)
+        schedule = schedule_for(self._given, self._peers.size, num_microbatches // played.slices, played.slices)
         if schedule.placement != played.placement:
             raise InputError(
                 "schedule {schedule!r} places the stages differently for {num_microbatches} microbatches than for {played}: {got} instead "
@@ -318,11 +318,11 @@ def compiled_for(schedule: Schedule, costs: Costs) -> Compiled:
     return Compiled.from_schedule(schedule, 1 + prefetch_depth(schedule, costs))
 
 
-def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:
-    """Returns the schedule for `num_microbatches`. Raises `InputError` if there is none, or if it does not fit."""
+def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_microbatches: int, slices: int = 1) -> Schedule:
+    """Returns the schedule for `num_microbatches` of `slices` each. Raises `InputError` if there is none, or if it does not fit."""
     require("num_microbatches", num_microbatches, MICROBATCHES)
     if isinstance(given, str):
-        made: Any = make(given, ranks, num_microbatches)
+        made: Any = make(given, ranks, num_microbatches, **({"slices": slices} if slices > 1 else {}))
     elif isinstance(given, Plan):
         made = given.schedule
     else:
@@ -337,11 +337,19 @@ def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_mi
             expected=ranks,
             remedy="give one for as many",
         )
-    if made.num_microbatches != num_microbatches:
+    if made.slices != slices:
+        raise InputError(
+            "schedule {schedule!r} has {got} slices of each microbatch, but slices is {expected}",
+            schedule=made.name,
+            got=made.slices,
+            expected=slices,
+            remedy=f"give slices={made.slices}, or another schedule",
+        )
+    if made.num_microbatches != num_microbatches * slices:
         raise InputError(
             "schedule {schedule!r} has {got} microbatches, but num_microbatches is {expected}",
             schedule=made.name,
-            got=made.num_microbatches,
+            got=made.num_microbatches // made.slices,
             expected=num_microbatches,
             remedy="give the name of a schedule, or a function (num_ranks, num_microbatches) -> Schedule, which works for any number",
         )

@@ -217,8 +217,8 @@ def as_arguments(microbatch: Any) -> Tensors:
     return Payload.from_tensors(tensors, structure)
 
 
-def join_outputs(outputs: Sequence[Any]) -> Any:
-    """Joins the outputs of all microbatches: tensors are concatenated along dimension 0, scalars stacked, and equal values kept once.
+def join_outputs(outputs: Sequence[Any], dim: int = 0) -> Any:
+    """Joins the outputs of all microbatches: tensors are concatenated along `dim`, scalars stacked, and equal values kept once.
 
     Tuples, dicts and dataclasses, such as the outputs of Transformers, are joined item by item. Outputs that cannot be joined, such as
     tensors of different sizes, are returned as a list with an item per microbatch. Objects of other classes are never compared.
@@ -226,16 +226,16 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     kind = type(first)
     if all(isinstance(output, Tensor) for output in outputs):
-        return _joined_tensors(list(outputs))
+        return _joined_tensors(list(outputs), dim)
     if isinstance(first, Mapping) and all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
-        joined = {key: join_outputs([output[key] for output in outputs]) for key in first}
+        joined = {key: join_outputs([output[key] for output in outputs], dim) for key in first}
         return kind(**joined) if is_dataclass(kind) else joined
     if is_dataclass(kind) and not isinstance(first, Mapping) and all(type(output) is kind for output in outputs):
         names = [field.name for field in fields(kind) if field.init]
-        return replace(first, **{name: join_outputs([getattr(output, name) for output in outputs]) for name in names})
+        return replace(first, **{name: join_outputs([getattr(output, name) for output in outputs], dim) for name in names})
     is_sequence = isinstance(first, (tuple, list)) and kind is not torch.Size
     if is_sequence and all(type(output) is kind and len(output) == len(first) for output in outputs):
-        items = [join_outputs(of_each) for of_each in zip(*outputs, strict=True)]
+        items = [join_outputs(of_each, dim) for of_each in zip(*outputs, strict=True)]
         return kind(*items) if hasattr(kind, "_make") else kind(items)
     return first if _are_the_same(outputs) else list(outputs)
 
@@ -251,13 +251,13 @@ def _are_the_same(outputs: Sequence[Any]) -> bool:
     return constant is not None and all(constant_of(output) == constant for output in outputs)
 
 
-def _joined_tensors(outputs: list[Tensor]) -> Tensor | list[Tensor]:
+def _joined_tensors(outputs: list[Tensor], dim: int) -> Tensor | list[Tensor]:
     if any(output.is_nested for output in outputs):
         return outputs
-    sizes_of_a_sample = {tuple(output.shape[1:]) if output.dim() else None for output in outputs}
-    if len(sizes_of_a_sample) > 1:
+    other_sizes = {(*output.shape[:dim], *output.shape[dim + 1 :]) if output.dim() > dim else None for output in outputs}
+    if len(other_sizes) > 1 or (None in other_sizes and dim):
         return outputs
-    return torch.stack(outputs) if sizes_of_a_sample == {None} else torch.cat(outputs)
+    return torch.stack(outputs) if other_sizes == {None} else torch.cat(outputs, dim)
 
 
 def refuse_other_size(what: str, size: int, batch_size: int) -> None:

@@ -63,6 +63,9 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
     """Returns what the passes and messages of each stage take and hold; see `Pipeline.profile`."""
     with runner.agreed_errors():
         _agree_on_steps(runner, steps)
+        if runner.schedule.slices > 1:
+            remedy = "profile a pipeline without slices, and give its costs to Costs.sliced"
+            raise InputError("a profile measures whole microbatches, not {got} slices", got=runner.schedule.slices, remedy=remedy)
     runner.settle()
     runner.choose(None)
     schedule = runner.schedule

@@ -49,6 +49,7 @@ from zerobubble.runtime.step.named_arguments import known_names, positional_name
 from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.refusals import CallRefusals
+from zerobubble.runtime.step.sequence import cut_arguments, cut_sequences, join_sequences
 from zerobubble.runtime.step.stage_rng import TRAINS, StageRng
 from zerobubble.runtime.step.state_changes import hook_states, load_hook_states
 from zerobubble.runtime.transport.peers import Peers
@@ -182,7 +183,7 @@ class StepRunner:
             if trains:
                 self._refuse_to_train()
             require("num_microbatches", num_microbatches, optional(MICROBATCHES))
-            count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
+            count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches * self.schedule.slices
             if trains:
                 self.programs.refuse_to_train(count)
             compiled = self.programs.choose(count)
@@ -345,7 +346,9 @@ class StepRunner:
         self._give_back()
         self._num_evaluations += 1
         self._refuse_loss()
-        return loss, outputs if self.rank in executor.ends[1] else None
+        if self.rank not in executor.ends[1]:
+            return loss, None
+        return loss, join_sequences(outputs, executor.program.slices) if executor.program.slices > 1 else outputs
 
     def _open(
         self,
@@ -362,7 +365,8 @@ class StepRunner:
         where its graph reads them.
         """
         executor.recording = self.recording
-        count = executor.program.num_microbatches
+        slices = executor.program.slices
+        count = executor.program.num_microbatches // slices
         entries, exits = executor.ends
         is_first, is_last = self.rank in entries, self.rank in exits
         gradients = self._input_gradients
@@ -377,7 +381,8 @@ class StepRunner:
             cut = partial(split_batch, num_microbatches=count, gradients=gradients, batch_dims=given.batch_dims)
             batch = cut(given.inputs, what="inputs", names=positional_names(self.modules, given.batch_dims)) if is_first else NO_BATCH
             targets = cut(given.targets, what="targets") if has_targets else NO_BATCH
-            named = cut_kwargs(batch.batch_size) if is_first else {}
+            named = cut_arguments(cut_kwargs(batch.batch_size), slices, batch, self.modules) if is_first else {}
+            batch, targets = cut_sequences(batch, slices, "inputs"), cut_sequences(targets, slices, "targets")
             if captured is not None:
                 batch, targets = _in_place(captured, "inputs", batch), _in_place(captured, "targets", targets)
             costs = None if ordering is None else ordering.costs_of(self.programs.now.schedule, batch.microbatches)
@@ -390,7 +395,7 @@ class StepRunner:
         known, announced, size, order, passes = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
-        named = named if is_first else cut_kwargs(size)
+        named = named if is_first else cut_arguments(cut_kwargs(size), slices, NO_BATCH, self.modules)
         if captured is not None:
             named = captured.inputs("kwargs", named)
         # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.
@@ -399,7 +404,7 @@ class StepRunner:
         if self._parted is not None:
             self._parted.begin(seed)
         finish = self._losses.finish if self._parted is None else self._losses.store_output
-        seed_pass = self.rng.seed_pass_of(self._num_steps, count, evaluation)
+        seed_pass = self.rng.seed_pass_of(self._num_steps, count * slices, evaluation)
         gradient_of = partial(self._losses.gradient_of, seed)
         return Batch(inputs, finish, gradient_of, known, announced, named, order, seed_pass, self._parted), passes
 
