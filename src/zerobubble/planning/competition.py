@@ -23,8 +23,10 @@ from zerobubble.planning.attempt import (
     Budget,
     ProgressCallback,
     as_budget,
+    bound_by_windows,
     left_out,
     start_attempt,
+    with_bound,
     with_list_schedule,
     with_paired_schedule,
     with_serial_schedule,
@@ -301,7 +303,11 @@ class _Competition:
                 attempt = with_serial_schedule(attempt)
                 attempt = replace(attempt, plan=with_weights_ordered(attempt.plan))
                 attempt = attempt if entry.candidate.lifts or entry.candidate.target.sharded else with_paired_schedule(attempt)
-            self.entries[place] = entry.after(attempt)
+            entry = entry.after(attempt)
+            if self.baseline is not None and entry.candidate.target.costs.shares and entry.best.order is not None:
+                bound = bound_by_windows(entry.best.problem, entry.best.bound, self.budget)
+                entry = replace(entry, plans=(with_bound(entry.best, bound), *entry.plans[1:]))
+            self.entries[place] = entry
 
     def _improve(self) -> None:
         """Improves the best plans by the lifts of their candidates."""
