@@ -144,6 +144,7 @@ def evaluated(group: Any) -> tuple[float, float] | None:
         model = build(0, 1)
         expected = model(inputs)
     with zb.Pipeline(build, "zb-h1", 2, loss_fn, group=group, slices=3) as pipe:
+        assert "2 microbatches of 3 slices" in repr(pipe)
         loss, outputs = pipe.eval_step(inputs, targets)
         if outputs is None:
             return None

@@ -188,11 +188,13 @@ class Pipeline(RefusesModuleCalls):
         schedule, split = self.schedule, self._options.split
         stages = ", ".join(map(str, sorted(self.modules)))
         ways = split if isinstance(split, str) else ", ".join(f"{way} in stage {stage}" for stage, way in split.items())
+        microbatches = counted(schedule.num_microbatches // schedule.slices, "microbatch")
+        microbatches += f" of {schedule.slices} slices" if schedule.slices > 1 else ""
         lost = "" if self._survival is None or not self._survival.lost else f", without {named('rank', sorted(self._survival.lost))}"
         closed = "" if self._session.guard.closed is None else ", closed"
         return clipped(
             f"<Pipeline {schedule.name}: rank {self.rank} of {self._num_ranks}{lost}, stage{'s' * (len(self.modules) > 1)} {stages} of "
-            f"{schedule.num_stages}, {counted(schedule.num_microbatches, 'microbatch')}, split {ways}, on {self.device}{closed}>",
+            f"{schedule.num_stages}, {microbatches}, split {ways}, on {self.device}{closed}>",
             ">",
         )
 
