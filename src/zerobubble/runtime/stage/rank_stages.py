@@ -206,7 +206,7 @@ class Stages:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Puts every module into evaluation mode, without gradients, and restores the modes afterwards."""
-        parts = (part for module in self.modules.values() for part in _parts(module))
+        parts = (part for module in self.modules.values() for part in all_parts(module))
         with in_mode(parts, training=False), torch.no_grad():
             yield
 
@@ -216,11 +216,11 @@ class Stages:
         return Meter([*own, *tensors_in(batch)])
 
 
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
+def all_parts(module: nn.Module) -> Iterator[nn.Module]:
     """Yields `module` and its descendants, including those that a stage of `zb.split` hides because they are parts of other stages."""
     yield module
     for child in module.children():
-        yield from _parts(child)
+        yield from all_parts(child)
 
 
 def _recompute_fault(stage: int, way: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import generators_restored, interface
+from zerobubble.runtime.stage.rank_stages import all_parts
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.values.buffers import in_mode
 from zerobubble.runtime.values.payload import Payload, Tensors, flatten_pytree, tensors_in, unflatten_pytree
@@ -70,7 +71,7 @@ def prove_slices(stage: Stage, is_last: bool, pieces: Sequence[Tensors], in_slic
 @contextmanager
 def _unchanged(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
     """A context for forwards in evaluation mode, after which buffers, random and Python state are as before."""
-    parts, python = list(_parts(module)), PythonState(module).snapshot()
+    parts, python = list(all_parts(module)), PythonState(module).snapshot()
     generators = generators_restored([device for device in devices if interface(device).has_generator])
     buffers = [(buffer, buffer._version, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
     with generators, in_mode(parts, training=False), torch.no_grad():
@@ -81,12 +82,6 @@ def _unchanged(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[N
             for buffer, version, before in buffers:  # writing into those that passes in flight have saved would spoil their backward
                 if buffer._version != version:
                     buffer.copy_(before)
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
-        yield from _parts(child)
 
 
 def _shortened(pieces: Sequence[Tensors]) -> list[Tensors]:
