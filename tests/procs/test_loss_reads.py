@@ -239,3 +239,34 @@ def remedied(group: Any) -> list[float]:
 
 def test_remedies(world: Ranks) -> None:
     assert max(error for errors in world.run(remedied, ranks=2) for error in errors) < 1e-12
+
+
+def after_late_faults(group: Any) -> list[tuple[bool, bool, float]]:
+    """By schedule and accumulation: whether an error reports dropped gradients, whether all are None, and the error of the next step."""
+    results = []
+    for schedule in ("1f1b", "zb-v"):
+        for accumulates in (False, True):
+            model, whole, number = made(), made(), [0]
+
+            def loss(output: Tensor, target: Tensor, model: Model = model, number: list[int] = number) -> Tensor:
+                number[0] += 1
+                return mse_loss(output, target) + (model.latent.mean() if number[0] == 3 else 0)
+
+            with zb.Pipeline(zb.split(model, example=X[:2]), schedule, 4, loss, group=group) as pipe:
+                if accumulates:
+                    number[0] = 4
+                    pipe.step(X, X)
+                number[0] = 0
+                with raises(zb.InputError, "latent") as caught:
+                    pipe.step(X, X)
+                are_none = all(parameter.grad is None for parameter in pipe.parameters())
+                pipe.step(X, X)
+                one_device(whole, lambda _: mse_loss, 4)
+                results.append(("dropped" in str(caught.value), are_none, largest_error(pipe, model, whole)))
+    return results
+
+
+def test_a_fault_in_a_later_microbatch_leaves_no_gradient(world: Ranks) -> None:
+    for results in world.run(after_late_faults, ranks=2):
+        assert [found[:2] for found in results] == [(False, True), (True, True)] * 2
+        assert max(error for *_, error in results) < 1e-12

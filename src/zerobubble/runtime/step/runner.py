@@ -54,7 +54,7 @@ from zerobubble.runtime.step.stage_rng import TRAINS, StageRng
 from zerobubble.runtime.step.state_changes import hook_states, load_hook_states
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.terms import each_has
-from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.gradients import EarlierSums, Gradients
 from zerobubble.timeline import Timeline
 
 
@@ -209,6 +209,7 @@ class StepRunner:
         assert compiled.train is not None
         self.cut_model.release_if_changed()
         executor = compiled.train
+        earlier = EarlierSums(self.parameters(), self.gradients)
         with self.guard.during_step(executor):
             batch, passes = self._open(executor, given, None, self._ordering, captured=self._captured)
             if passes:
@@ -225,7 +226,7 @@ class StepRunner:
         self.step_hooks.end(step, compiled.stages)
         if self.cut_model.is_whole:
             self.cut_model.watch([parameter for parameter in self.parameters() if self.gradients.get(parameter) is not None])
-        self._refuse_loss()
+        self._refuse_loss(earlier)
         if not self._losses.requires_grad:
             self._refuse_to_train_nothing(compiled)
         return step.loss
@@ -276,12 +277,22 @@ class StepRunner:
         with self.agreed_errors():
             raise InputError(why_nothing_trains([found for found, _ in from_all], any(requires_grad for _, requires_grad in from_all)))
 
-    def _refuse_loss(self) -> None:
-        """Raises the faults of `loss_fn` in the last step: the same `InputError` on every rank. The pipeline stays open."""
-        if self._losses.is_refused:
-            faults = self.gather(str(self._losses.reads.fault or ""), "refusing a loss")
-            with self.agreed_errors():
-                raise_faults(dict.fromkeys(faults) if any(faults) else ["loss_fn has a fault on another replica"])
+    def _refuse_loss(self, earlier: EarlierSums | None = None) -> None:
+        """Raises the faults of `loss_fn` in the last step: the same `InputError` on every rank. The pipeline stays open.
+
+        Microbatches before the fault may have added to gradients. These are dropped, with the `earlier` ones on all ranks if any is lost.
+        """
+        if not self._losses.is_refused:
+            return
+        are_lost = earlier is not None and earlier.are_lost
+        from_all = self.gather((str(self._losses.reads.fault or ""), are_lost), "refusing a loss")
+        faults = list(dict.fromkeys(fault for fault, _ in from_all if fault)) or ["loss_fn has a fault on another replica"]
+        if any(lost for _, lost in from_all):
+            faults.append("microbatches before it have added to the gradients of earlier steps, so all gradients are dropped")
+        if earlier is not None:
+            earlier.drop(all_steps=any(lost for _, lost in from_all))
+        with self.agreed_errors():
+            raise_faults(faults)
 
     def order_ahead(self, inputs: list[Any], *, asked: bool) -> None:
         """See `Pipeline.order_ahead`; `asked` says whether the pipeline orders microbatches."""
