@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
-from zerobubble.models.cutting.costs import COUNTING
+from zerobubble.cost_model.machine import COUNTING
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.units import find_units

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import zerobubble as zb
-from zerobubble.models.cutting.costs import COUNTING, Machine, estimated_layers
+from zerobubble.cost_model.machine import COUNTING, Machine
+from zerobubble.models.cutting.costs import estimated_layers
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.units import find_units
 from zerobubble.partition import Layer

@@ -21,6 +21,8 @@ from zerobubble.cli import plan as command
 from zerobubble.cli.inputs.layers import read_layers
 from zerobubble.cli.inputs.problem import SearchOptions
 from zerobubble.cli.outputs import terminal
+from zerobubble.cost_model.held import RUNTIME_BYTES
+from zerobubble.cost_model.machine import Machine
 from zerobubble.export.document import load_schedule
 from zerobubble.partition import Layer, stage_costs
 from zerobubble.planning.attempt import PlanProgress
@@ -185,7 +187,7 @@ def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     file, saved = written(tmp_path, HEADED), tmp_path / "plan.json"
     data = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear", "--json", "-o", str(saved)))
     ordinary = json.loads(printed("plan", *SHAPE, "--memory", "8", "--budget", "0", "--json"))
-    assert set(data) == {*ordinary, "layers", "excess_inside_blocks"}
+    assert set(data) == {*ordinary, "layers", "excess_inside_blocks", "gpu", "machine"}
     of_layers = data["layers"]
     layers = read_layers(file, 0.5, 0.5)
     timeline = zb.simulate(load_schedule(data["csv"]), stage_costs(layers, tuple(of_layers["cuts"])))
@@ -242,6 +244,44 @@ def test_memory_in_bytes_is_for_all_that_a_rank_holds(tmp_path: Path, room: tupl
     assert (kept, sizes) == ("parameters, gradients and optimizer state", [parameters for parameters, _ in output["layers"]["rank_bytes"]])
     limits = [limit + size for limit, size in zip(drawn["limits"], sizes, strict=False)]
     assert limits in ([40 * GB] * 3, []), "limits of all memory, none where no order reaches them"
+
+
+ON_GPU = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--evaluations", "50", "--json")
+
+
+def test_a_named_gpu_sets_the_times_of_counted_operations_and_the_memory(tmp_path: Path) -> None:
+    """Blocks of 10 ms have 4e12 FLOPs at the rate of the assumed machine, and hold GB for a B, half of them for a W."""
+    file = written(tmp_path, OF_BLOCKS | {"machine": Machine().to_dict()})
+    assumed = json.loads(printed("plan", "--layers", file, *ON_GPU))
+    assert (assumed["gpu"], Machine.from_dict(assumed["machine"])) == (None, Machine())
+    states(printed("plan", "--layers", file, *ON_GPU[:-1]), "400 TFLOP/s", "50 GB/s", "--gpu")
+    for name in ("RTX4090", "H100"):
+        gpu, data = zb.cost_model.GPUS[name], json.loads(printed("plan", "--layers", file, "--gpu", name, *ON_GPU, "--memory", "60GB"))
+        assert (data["gpu"], data["machine"], data["memory_bytes"], data["reserved_bytes"]) == (name, None, 60 * GB, RUNTIME_BYTES)
+        assert all(sum(kept) <= 60 * GB - RUNTIME_BYTES for kept in data["layers"]["rank_bytes"])
+        computed = 3 * 0.013 * 4e14 / gpu.sustained_of("bf16") + (2 + 2 + 2) * GB / (0.85 * gpu.memory_bandwidth)
+        (head,) = re.findall(r"takes ([\d,.]+) ms", data["layers"]["heaviest"])
+        assert float(head.replace(",", "")) == pytest.approx(1e3 * computed, rel=1e-3)
+
+
+def test_all_memory_of_a_gpu_is_the_limit_but_what_cuda_and_nccl_take(tmp_path: Path) -> None:
+    """The head alone takes all but 2 GB of an RTX 4090. Measured times stay as they are."""
+    gpu = zb.cost_model.GPUS["RTX4090"]
+    heavy = [HEAD | {"parameters_bytes": gpu.memory_bytes - RUNTIME_BYTES - 2 * GB, "name": "lm_head"}]
+    file = written(tmp_path, OF_BLOCKS | {"layers": [*BLOCKS[:8], *heavy]})
+    data = json.loads(printed("plan", "--layers", file, "--gpu", "RTX4090", *ON_GPU))
+    assert (data["memory_bytes"], data["reserved_bytes"]) == (gpu.memory_bytes, RUNTIME_BYTES)
+    states(data["layers"]["heaviest"], "lm_head", "39 ms")
+    heavy[0]["parameters_bytes"] += 2 * GB
+    file = written(tmp_path, OF_BLOCKS | {"layers": [*BLOCKS[:8], *heavy]})
+    states(refused("plan", "--layers", file, "--gpu", "RTX4090", *ON_GPU), "23.6 GB")
+    states(refused("plan", "--layers", file, "--gpu", "RTX4090", *ON_GPU, "--memory", "2GB"), "--memory", "2 GB", "2.15 GB")
+    states(refused("plan", "--layers", written(tmp_path, HEADED), "--gpu", "RTX4090", *ON_GPU), "--gpu")
+
+
+@pytest.mark.parametrize("machine", [{"flops_per_second": "fast", "bytes_per_second": 1}, {"flops_per_second": 1}, [1], 3])
+def test_a_machine_that_cannot_be_read_is_refused(tmp_path: Path, machine: object) -> None:
+    states(refused("plan", "--layers", written(tmp_path, OF_BLOCKS | {"machine": machine}), *ON_GPU), "machine", "flops_per_second")
 
 
 def test_cuts_inside_blocks_are_offered_and_made(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ class ClusterOptions:
     """A model, and the GPUs to divide it over."""
 
     model: str | None = option("--model", metavar="NAME", help="Divide this model over GPUs: a config.json, or a name such as llama3-405b.")
-    gpu: str | None = option("--gpu", metavar="NAME", help="GPU, such as H100, or a file of doctor --measure; also for --from.")
+    gpu: str | None = option(
+        "--gpu", metavar="NAME", help="GPU, such as H100, or a file of doctor --measure. Also for --layers and --from."
+    )
     gpus: int | None = option("--gpus", type=int, metavar="N", help="Number of GPUs.")
     batch: int | None = option("--batch", type=int, metavar="N", help="Sequences per step; by default as published.")
     sequence: int | None = option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens of a sequence.")

@@ -17,6 +17,7 @@ from zerobubble.cli.axes.gathers import GatherOptions, gather_options
 from zerobubble.cli.axes.head import HeadOptions, has_head, head_options
 from zerobubble.cli.axes.offload import Offloaded, RateOptions, host_link, link_asked
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
+from zerobubble.cli.inputs.device_memory import DeviceMemory
 from zerobubble.cli.inputs.layers import GivenLayers, layers_in_file, read_source
 from zerobubble.cli.inputs.options import (
     LAYERS,
@@ -82,10 +83,13 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         "--memory",
         callback=microbatches_or_bytes,
         metavar="X",
-        help="Memory of each rank: microbatches in all its stages, or bytes, such as 40GB.",
+        help="Memory of each rank: microbatches in all its stages, or bytes, such as 40GB. With --gpu, CUDA and NCCL take 2.15 GB of it.",
     )
     layers: str | None = option(
-        "--layers", section=LAYERS, metavar="FILE", help="JSON with [F, B, W] in ms or all costs of each layer. Plans the cut, too."
+        "--layers",
+        section=LAYERS,
+        metavar="FILE",
+        help="JSON with [F, B, W] in ms or all costs of each layer, such as from split -o. Plans the cut, too.",
     )
     source: str | None = option(
         "--from",
@@ -208,7 +212,7 @@ def plan_command(
       zerobubble plan -p 8 -m 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8 -o plan.json
       zerobubble plan -p 16 -m 64 --times 12,11,7 --memory 40GB --microbatch-bytes 4GB --html plan.html
       zerobubble plan -m 24 --costs costs.json --memory 8GB
-      zerobubble plan -p 8 -m 24 --layers layers.json --memory 40GB
+      zerobubble plan -p 8 -m 24 --layers layers.json --gpu RTX4090
       zerobubble plan --from titan:llama3_8b --gpu H100 -p 4 -m 16 -o plan.json
       zerobubble plan config.json --gpu RTX4090 --gpus 2 --sequence 2048
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
@@ -222,7 +226,7 @@ def plan_command(
     if cluster.model is not None:
         plan_cluster(cluster, options.gpu_bytes, pictures, as_json)
         return
-    require_model(cluster, but="gpu" if options.source is not None else None)
+    require_model(cluster, but="gpu" if options.source is not None or options.layers is not None else None)
     if as_json and form is not None:
         raise InputError("{argument} and {other} contradict each other", argument="--json", other=f"--format {form}", remedy="give one")
     of_ranks = ("times", "fused", "reduce", "buckets", "microbatch_bytes", "per_rank", "num_layers")
@@ -258,7 +262,7 @@ def _answer(
         if options.source is not None:
             given_layers = read_source(options.source, gpu, work.ranks, work.microbatches)
         else:
-            given_layers = layers_in_file(file, work, need_bytes=options.rank_bytes is not None)
+            given_layers = layers_in_file(file, work, gpu, need_bytes=options.rank_bytes is not None)
         return _plan_layers(given_layers, search, options, sharded, head)
     question = read_question("plan", work, search)
     known = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
@@ -279,7 +283,8 @@ def _answer(
     with search_progress(search) as watch:
         arguments = search.arguments(search.objective or (question.objective if link is None else None), watch)
         found = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
-    return Answer(found, {}, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, _sizes(question, options))))
+    answer = Answer(found, {}, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, _sizes(question, options))))
+    return _with_memory(answer, None if options.rank_bytes is None else DeviceMemory(options.rank_bytes))
 
 
 _FLAGS = {
@@ -385,15 +390,16 @@ def _plan_layers(given: GivenLayers, search: SearchOptions, options: PlanOptions
     parts, (ranks, microbatches) = given.parts, require_shape("plan", given.ranks, given.microbatches)
     placements = named_placements(search, ranks, microbatches)
     layers = parts if options.inside_blocks else join_blocks(parts)
-    rank_bytes = options.rank_bytes if options.rank_microbatches is not None else options.rank_bytes or given.rank_bytes
-    memory = options.rank_microbatches if rank_bytes is None else Limits((rank_bytes,) * ranks)
+    device = _device_memory(given, options)
+    memory = options.rank_microbatches if device is None else Limits((device.usable,) * ranks)
     if memory is None:
         require_with("offload", "--memory", "")
     axes = _axes_of_layers(layers, ranks, options, head) | {"sharded": sharded.sharded(None, options.within / 100)}
     is_alone = all(axes.get(name) in (None, (), "none") for name in ("baseline", "shares", "recompute", "head", "host", "sharded"))
     with search_progress(search, searches=2 if is_alone else 3) as watch:
         found = plan(layers, microbatches, memory, placements=placements, **axes, **search.arguments(search.objective, watch))
-    answer, savings, inside = Answer(found, {}), found.saving(CutSavings), None
+    savings, inside = found.saving(CutSavings), None
+    answer = _with_memory(Answer(found, {}, tuple(filter(None, [given.device_text()]))), device)
     if savings is not None and len(parts) > len(savings.cut.layers):
         inside = cut_layers(parts, savings.cut.placement, savings.limits, speeds=savings.cut.speeds).excess
     if found.cut is not None and inside is not None and inside < found.cut.excess:
@@ -402,7 +408,21 @@ def _plan_layers(given: GivenLayers, search: SearchOptions, options: PlanOptions
     if options.rank_microbatches is not None and any(layer.parameters_bytes for layer in layers):
         limits = equal_limits(layers, ranks, options.rank_microbatches)
         answer = replace(answer, paragraphs=(*answer.paragraphs, *_microbatches_in_bytes(options, limits)))
-    return replace(answer, data={"excess_inside_blocks": inside})
+    device_data = {"gpu": given.gpu and given.gpu.name, "machine": given.machine and given.machine.to_dict()}
+    return replace(answer, data=answer.data | {"excess_inside_blocks": inside, **device_data})
+
+
+def _device_memory(given: GivenLayers, options: PlanOptions) -> DeviceMemory | None:
+    """Returns the memory of each rank in bytes: --memory, else all of a named GPU; None if --memory has microbatches or is not given."""
+    total = options.rank_bytes
+    if options.memory is None and given.gpu is not None:
+        total = given.gpu.memory_bytes
+    return None if total is None else DeviceMemory(total, given.gpu)
+
+
+def _with_memory(answer: Answer, device: DeviceMemory | None) -> Answer:
+    """Adds the memory of each rank, if it is known in bytes."""
+    return answer if device is None else answer.with_remark(device.to_dict(), str(device))
 
 
 def _axes_of_layers(layers: Sequence[Layer], ranks: int, options: PlanOptions, head: HeadOptions) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from zerobubble.cli.inputs.options import (
     shape_options,
 )
 from zerobubble.cli.inputs.schedule_and_costs import INPUT_HELP, find_schedule
+from zerobubble.cost_model.machine import MACHINE
 from zerobubble.errors import InputError
 from zerobubble.partition import LayerCut, layers_to_dict, parameter_bytes
 from zerobubble.units import ms
@@ -98,7 +99,7 @@ def split_command(
     if given is not None:
         split = split.for_schedule(given.schedule, () if given.problem is None else given.problem.first_layers)
     count = given.schedule.num_stages if given is not None else stages
-    layers = layers_to_dict(split.layers())
+    layers = layers_to_dict(split.layers()) | {MACHINE: split.machine.to_dict()}
     data = layers | ({} if count is None else _as_dict(split, count)) if as_json else {}
     words = "" if as_json or count is None else split.describe(count)
     if output is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import Pipe
 
 from zerobubble.arguments import BYTES, either, optional, takes
+from zerobubble.cost_model.machine import COUNTING, Machine
 from zerobubble.error_reports.text import describe
 from zerobubble.error_reports.user_code import keep_only_user_code
 from zerobubble.errors import InputError
@@ -21,7 +22,7 @@ from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
 from zerobubble.models.cutting.by_hand import CUTS, ByHand, spelled_out, stages_by_hand
 from zerobubble.models.cutting.choice import UnitCost, Where, choose_cuts, joined_in_groups, joined_inside_blocks
-from zerobubble.models.cutting.costs import COUNTING, Machine, estimated_layers
+from zerobubble.models.cutting.costs import estimated_layers
 from zerobubble.models.cutting.cut import ModelCut, called_again, crossings, cut_at, groups_in_order, parts_of_the_output, units_in_order
 from zerobubble.models.cutting.parameter_names import ParameterNames, refuse_shared_memory
 from zerobubble.models.cutting.summary import StageSummary, cut_in_words
@@ -365,7 +366,7 @@ class ModelSplit:
         `machine` sets the speed of compute and messages. The default is a current GPU or, for models that take less than a millisecond on
         it, 10^9 FLOPs and bytes per second, so that times in whole ns stay distinct. See `zerobubble plan --layers`.
         """
-        machine = self._machine if machine is None else machine
+        machine = self.machine if machine is None else machine
         if machine not in self._layers:
             self._layers[machine] = self._layers_of(self._fine, machine)
         return self._layers[machine]
@@ -379,7 +380,7 @@ class ModelSplit:
         return joined_in_groups(layers, [[unit] for unit in units_in_order(flow)])
 
     @property
-    def _machine(self) -> Machine:
+    def machine(self) -> Machine:
         """The default machine: a current GPU, or one FLOP per ns if the model takes less than a millisecond."""
         return Machine() if sum(layer.time for layer in self.layers(Machine())) >= NS_PER_MS else COUNTING
 
@@ -436,11 +437,11 @@ class ModelSplit:
         words = cut_in_words(self.stages(num_stages), self.tied(num_stages), self.layer_cut(num_stages))
         if self._schedule is None:
             words += "\nEach rank has one stage. For another placement: split.for_schedule(schedule), or --schedule on the command line."
-        if self._machine == COUNTING:
+        if self.machine == COUNTING:
             words += "\nTimes are estimates at 1 GFLOP/s, as the example is small. For those of a GPU, give an example of the real size "
             words += "(on the command line, --sequence)."
         else:
-            words += f"\nTimes are estimates at {self._machine.flops_per_second / 1e12:,g} TFLOP/s."
+            words += f"\nTimes are estimates for an assumed GPU of {self.machine}."
         if self._source.trace is not None:
             words += "\nCut between operations, which torch.export found: the model has too few parts."
         return f"{words}\n{self._proofs[num_stages]}"

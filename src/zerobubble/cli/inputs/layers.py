@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from zerobubble.arguments import require, require_amount, require_ms
 from zerobubble.cli.inputs.files import read_json
 from zerobubble.cli.inputs.problem import WorkOptions
-from zerobubble.cost_model.gpus import known_gpu
+from zerobubble.cost_model.gpus import GPU, known_gpu
+from zerobubble.cost_model.machine import MACHINE, Machine, timed_on
 from zerobubble.errors import InputError, ParseError
 from zerobubble.partition import Layer
 from zerobubble.partition.layers import LINE, NUMBERS, WORDS
@@ -22,17 +23,39 @@ _REQUIRED = tuple(column.name for column in fields(Layer) if column.default is M
 
 
 class GivenLayers(NamedTuple):
-    """Layers to cut, the numbers of ranks and microbatches as far as they are known, and the memory of a rank in bytes, if known."""
+    """Layers to cut, the numbers of ranks and microbatches as far as they are known, and the device that runs them.
+
+    Times are estimates for `gpu`, or for the assumed `machine`. If `is_measured`, or with neither, the file has the times.
+    """
 
     parts: tuple[Layer, ...]
     ranks: int | None
     microbatches: int | None
-    rank_bytes: int | None = None
+    gpu: GPU | None = None
+    machine: Machine | None = None
+    is_measured: bool = False
+
+    def device_text(self) -> str:
+        """Says on which device a pass takes the times of the layers; empty if only the user knows."""
+        if self.is_measured and self.gpu is not None:
+            return f"The file has the times; {self.gpu.name} only sets the memory."
+        if self.gpu is not None:
+            return f"Times are estimates for {self.gpu.name}, from its data sheet."
+        if self.machine is not None:
+            return f"Times are estimates for an assumed GPU of {self.machine}. For your GPU, give --gpu, such as --gpu RTX4090."
+        return ""
 
 
-def layers_in_file(file: str, work: WorkOptions, *, need_bytes: bool) -> GivenLayers:
-    """Returns the layers in `file`, for the ranks and microbatches of the options."""
-    return GivenLayers(read_layers(file, work.comm, work.held, need_bytes=need_bytes), work.ranks, work.microbatches)
+def layers_in_file(file: str, work: WorkOptions, gpu: str | None, *, need_bytes: bool) -> GivenLayers:
+    """Returns the layers in `file`, for the ranks and microbatches of the options, with estimated times of `gpu` if the file has FLOPs."""
+    need_bytes |= gpu is not None
+    parts, machine = read_json(file, "layers", lambda data: (_layers(data, work.comm, work.held, need_bytes), _machine(data)))
+    if gpu is None:
+        return GivenLayers(parts, work.ranks, work.microbatches, machine=machine)
+    device = known_gpu(gpu)
+    if machine is not None:
+        parts = timed_on(parts, machine, device, work.ranks or 1)
+    return GivenLayers(parts, work.ranks, work.microbatches, device, is_measured=machine is None)
 
 
 def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False) -> tuple[Layer, ...]:
@@ -44,9 +67,14 @@ def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False
     return read_json(file, "layers", lambda data: _layers(data, comm, held, need_bytes))
 
 
+def _machine(data: Any) -> Machine | None:
+    """Returns the machine at whose rates the times of the layers are FLOPs, None for other times."""
+    return Machine.from_dict(data[MACHINE]) if isinstance(data, dict) and MACHINE in data else None
+
+
 def _layers(data: Any, comm: float, held: float, need_bytes: bool) -> tuple[Layer, ...]:
     if isinstance(data, list) and need_bytes:
-        raise ParseError("a list of times has no bytes", remedy="give --memory in microbatches, or the JSON form of layers")
+        raise ParseError("a list of times has no bytes", remedy="give --memory in microbatches and no --gpu, or the JSON form of layers")
     is_form = isinstance(data, dict) and isinstance(data.get("layers"), list)
     if not is_form and not isinstance(data, list):
         raise ParseError("give a list with [F, B, W] in ms per layer, or the JSON form of layers")
@@ -118,4 +146,4 @@ def read_source(source: str, gpu: str | None, ranks: int | None, microbatches: i
             expected=SOURCES[framework].package,
             missing=str(error.name),
         ) from error
-    return GivenLayers(run.layers(gpu), run.pp, run.num_microbatches, known_gpu(gpu).memory_bytes)
+    return GivenLayers(run.layers(gpu), run.pp, run.num_microbatches, known_gpu(gpu))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import zerobubble as zb
 from zerobubble.cost_model.gpus import known_gpu
+from zerobubble.cost_model.held import RUNTIME_BYTES
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError, raise_faults
 from zerobubble.integrations.described_run import Run
@@ -188,7 +189,7 @@ def _planned(run: Run, gpu: str | None, parallelism: Any) -> Plan:
         Placement.wave(ranks, 2),
     )
     tried = {f"{one.name}-{one.stages_per_rank}": one for one in known if one.routes[0][-1] == last and one.num_stages <= len(layers)}
-    limits = Limits((known_gpu(gpu).memory_bytes,) * ranks)
+    limits = Limits((known_gpu(gpu).memory_bytes - RUNTIME_BYTES,) * ranks)
     return zb.plan(layers, run.num_microbatches, limits, placements=tried, evaluations=EVALUATIONS)
 
 

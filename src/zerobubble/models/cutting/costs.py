@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerobubble.cost_model.machine import Machine
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, OutputForm, kind_of
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
@@ -28,27 +28,6 @@ from zerobubble.partition import Layer
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.step.profiling import trained_bytes
 from zerobubble.runtime.values.added_losses import collecting_losses
-from zerobubble.units import MOST
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Assumed compute and network speed: a current GPU at half of its peak, and a fast network."""
-
-    flops_per_second: float = 4e14
-    bytes_per_second: float = 5e10
-
-    def time(self, flops: int) -> int:
-        """Returns the time of this many FLOPs, in ns."""
-        return min(MOST, round(1e9 * flops / self.flops_per_second))
-
-    def message_time(self, count: int) -> int:
-        """Returns the time of a message of this many bytes, in ns."""
-        return min(MOST, round(1e9 * count / self.bytes_per_second))
-
-
-COUNTING = Machine(1e9, 1e9)
-"""A machine with one FLOP per ns."""
 
 
 class Estimate(NamedTuple):
