@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,12 +44,17 @@ class Model(nn.Module):
         self.beta = 0.5
         self.calls = 0
         self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+        self.hidden: list[Tensor] = []
+        self.recent: deque[Tensor] = deque(maxlen=3)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.passes += 1
+        self.hidden.clear()
         for index, layer in enumerate(self.layers):
             x = layer(x)
+            self.hidden.append(x)
+            self.recent.append(x)
             if index == 1:
                 self.latent = x
         self.loss = x.abs().mean()
@@ -80,6 +86,8 @@ CASES = {
     "maps": Case(lambda m, o: (o * m.layers[1].weights).mean(), "weights"),
     "length": Case(lambda m, o: o.sum() / m.layers[0].length, "length"),
     "latent": Case(lambda m, o: m.latent.square().mean(), "latent"),
+    "hidden": Case(lambda m, o: torch.stack(m.hidden).square().mean(), "hidden"),
+    "recent": Case(lambda m, o: o.mean() * m.recent[0].mean(), "recent"),
     "swallowed": Case(lambda m, o: o.mean() * swallowed(m), "latent"),
     "loss": Case(lambda m, o: m.loss, "loss"),
     "calls": Case(lambda m, o: o.mean() * m.calls, "calls"),

@@ -7,6 +7,7 @@ gives the model the attributes and buffers that the code around the parts has se
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -148,7 +149,7 @@ def contents_of(value: Any, depth: int = _DEPTH) -> list[Any]:
     if isinstance(value, dict):
         inner = [*dict.items(value)]
         inside = [part for pair in inner for part in pair]
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         inside = [*value]
     else:
         inside = [*getattr(value, "__dict__", {}).values()]
@@ -159,7 +160,7 @@ def places_in(value: Any, depth: int = _DEPTH) -> list[int]:
     """Returns the `id` of each object inside of `value` that can change."""
     if isinstance(value, (bool, int, float, str, type(None), nn.Module, type)) or callable(value) or not depth:
         return []
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
+    if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
         inside = [*value.values()] if isinstance(value, dict) else [*value]
     else:
         inside = [vars(value)] if hasattr(value, "__dict__") and not isinstance(value, Tensor) else []
@@ -213,16 +214,17 @@ class _Followed:
             return None
         return Snapshot(self._made, contents=self._contents).since(self._before)
 
-    def stale(self) -> list[str]:
+    def stale(self) -> dict[str, Any]:
         """Returns the attributes and buffers that the call has set in the copy so far, and that the module has otherwise or not at all."""
         changes = self.set_by_call()
         if changes is None or self._made is None:
-            return []
+            return {}
         names = [name for name in changes.attributes if is_data(self._made.__dict__.get(name))]
         module, made = self.module.__dict__, self._made.__dict__
         plain = [name for name in names if not isinstance(made.get(name), Tensor) and not is_compound(made.get(name))]
         equal = {name for name in plain if name in module and name in made and module[name] == made[name]}
-        return [*(name for name in names if name not in equal), *changes.entries.get("_buffers", ())]
+        buffers = {name: self._made._buffers.get(name) for name in changes.entries.get("_buffers", ())}
+        return {name: made.get(name) for name in names if name not in equal} | buffers
 
     def give_back(self, changes: Changes) -> None:
         """Makes these changes of the copy in the module."""
@@ -324,7 +326,7 @@ class Follower:
             if changes is not None:
                 followed.give_back(changes)
 
-    def set_so_far(self) -> Iterator[tuple[nn.Module, str, list[str]]]:
+    def set_so_far(self) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
         """Yields the modules of the model, with their names, and what the current call has set in their copies; see `give_back`."""
         return ((followed.module, followed.name, followed.stale()) for followed in self._followed)
 

@@ -10,7 +10,7 @@ import itertools
 import mmap
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -437,7 +437,7 @@ def refuse_left_in_arguments(unit: str, made: Sequence[Tensor], args: Sequence[A
     """Raises `InputError` if an argument of a unit holds tensors that the unit has `made`."""
     wanted = set(map(id, made))
     for name, value in (*enumerate(args), *kwargs.items()):
-        if any(id(tensor) in wanted for tensor in _tensors_inside(value)):
+        if any(id(tensor) in wanted for tensor in tensors_inside(value)):
             raise InputError(
                 f"{_LEAVES} in its argument {{argument!r}}, which is of type {{kind}}; {_WOULD_LACK}",
                 unit=unit,
@@ -452,7 +452,7 @@ _LEAVES = "part {unit!r} stores tensors elsewhere than in its output,"
 _WOULD_LACK = "stages without this part would lack them"
 
 
-def _tensors_inside(value: Any) -> Iterator[Tensor]:
+def tensors_inside(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in `value`, its attributes and nested containers, except those of modules."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
     left = [value]
@@ -465,7 +465,7 @@ def _tensors_inside(value: Any) -> Iterator[Tensor]:
             yield each
         elif isinstance(each, Mapping):
             left += each.values()
-        elif isinstance(each, (list, tuple, set, frozenset)):
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
             left += each
         left += getattr(each, "__dict__", {}).values()
 

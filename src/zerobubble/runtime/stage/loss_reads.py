@@ -27,11 +27,12 @@ _PENALTY = "add the gradient of a penalty after step, by p.grad.add_(...) for p 
 
 
 class SetAttribute(NamedTuple):
-    """The attribute `name` of a module of the user's model, `path`, that forwards set."""
+    """The attribute `name` of a module of the user's model, `path`, that forwards set to a value of this `kind`."""
 
     module: nn.Module
     path: str
     name: str
+    kind: type
 
 
 @runtime_checkable
@@ -50,7 +51,7 @@ class LossReads:
         self.fault: InputError | None = None
         self._cut_model = cut_model
         self._last = None if last is None else stage_alone(last)
-        self._refusing: dict[tuple[int, str], _Refusing] = {}
+        self._refusing: dict[tuple[int, str, bool], _Refusing | _RefusingList] = {}
 
     @contextmanager
     def finding(self) -> Iterator[None]:
@@ -82,10 +83,11 @@ class LossReads:
                 else:
                     vars(place.module)[place.name] = value
 
-    def _refusing_for(self, place: SetAttribute) -> _Refusing:
-        key = id(place.module), place.name
+    def _refusing_for(self, place: SetAttribute) -> _Refusing | _RefusingList:
+        key = id(place.module), place.name, issubclass(place.kind, (list, tuple))
         if key not in self._refusing:
-            self._refusing[key] = _Refusing.made(lambda: self._refuse_attribute(place))
+            tensor = _Refusing.made(lambda: self._refuse_attribute(place))
+            self._refusing[key] = _RefusingList([tensor]) if key[-1] else tensor
         return self._refusing[key]
 
     def _refuse_attribute(self, place: SetAttribute) -> InputError:
@@ -124,10 +126,28 @@ class _Refusing(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> NoReturn:
-        raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).__dict__["refuse"]()
+        raise next(filter(None, map(_refusal_in, tree_leaves((args, kwargs)))))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise self.__dict__["refuse"]()
+
+
+class _RefusingList(list[Tensor]):
+    """Replaces a list: raises the error of the `_Refusing` inside in every use. C code, such as `torch.stack`, reads that itself."""
+
+    def _raise(self, *_: Any) -> Any:
+        refusal = _refusal_in(self)
+        assert refusal is not None
+        raise refusal
+
+    __iter__ = __len__ = __getitem__ = __contains__ = __reversed__ = __add__ = __mul__ = __eq__ = __repr__ = _raise
+    append = extend = pop = clear = index = count = copy = reverse = insert = remove = _raise
+
+
+def _refusal_in(leaf: Any) -> InputError | None:
+    """Returns the error of a `_Refusing` or a `_RefusingList`, None for any other object."""
+    tensor = list.__getitem__(leaf, 0) if isinstance(leaf, _RefusingList) else leaf
+    return tensor.__dict__["refuse"]() if isinstance(tensor, _Refusing) else None
 
 
 def refuse_model_in_loss(loss_fn: object, last: nn.Module) -> None:
