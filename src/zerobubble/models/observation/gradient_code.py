@@ -33,6 +33,11 @@ class GradientCode(TorchFunctionMode):
         self.lines: dict[str, list[Tensor]] = {}
         self._registers = registers
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether code of the forward got gradients."""
+        return any(self.lines.values())
+
     def __enter__(self) -> GradientCode:
         self._outer_hooks = _hooks_on_saved()
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""Verifies a cut: runs the cut and the uncut model on an example in float64, and compares the outputs of every part and all gradients.
+"""Verifies a cut: runs the cut and the uncut model on an example in float64, and compares the outputs of every part, all gradients,
+and the gradients that hooks of the model's code get.
 
 `proved` verifies the model itself if it is small, else a tiny one of its class, and returns the result as a sentence.
 """
@@ -20,10 +21,12 @@ from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import UnitCall
 from zerobubble.models.observation.example import Arguments
+from zerobubble.models.observation.gradient_code import GradientCode
+from zerobubble.models.proof.stages_alone import REMEDY, StagesAlone, backward
 from zerobubble.models.proof.tiny import MOST_PROVED, NoTinyModelError, tiny_models
 from zerobubble.runtime.device import generators_restored
 from zerobubble.runtime.values.python_places import Place
-from zerobubble.runtime.values.python_state import GENERATORS, PythonState, Snapshot, changed, put_back
+from zerobubble.runtime.values.python_state import GENERATORS, PythonState, changed, put_back
 from zerobubble.runtime.values.random_state import devices_with_generators, states_of
 from zerobubble.runtime.values.released import is_released
 
@@ -43,8 +46,9 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
     """Runs one copy of `model` and the stages of another; raises `InputError` if they differ, naming the first stage that does.
 
     Both are in float64, or otherwise in the model's own dtypes. A model that draws random numbers, such as for dropout, is compared in
-    evaluation mode, since stages draw other numbers than a whole model. Returns why the model could not be compared: it does not run, or
-    draws random numbers even in evaluation mode. Returns an empty string after a comparison.
+    evaluation mode, since stages draw other numbers than a whole model; in training mode, only the number of gradients that its hooks get
+    is compared. Returns why the model could not be compared: it does not run, or draws random numbers even in evaluation mode. Returns an
+    empty string after a comparison.
     """
     args, kwargs = pytree.tree_map_only(Tensor, _in_float64, arguments) if in_float64 else arguments
     names = type(model).__name__, "in float64" if in_float64 else "in its own types"
@@ -54,18 +58,26 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
         devices = devices_with_generators(whole, args, kwargs)
         uncut = _Uncut(whole, cut)
         with generators_restored(devices), torch.enable_grad(), uncut.python.restored():
-            before = states_of(devices)
             try:
-                uncut.run(args, kwargs)
+                draws = _runs_with_draws(uncut, devices, args, kwargs)
             except Exception as error:  # noqa: BLE001 - not every model runs in float64, and an example need not suit the training mode
                 reason = f"it does not run on its example {names[1]}: {str(error).partition(chr(10))[0][:200]}"
                 continue
-            if states_of(devices) == before and not uncut.draws:
+            if not draws or uncut.code.has_gradients:
                 with _adding_causes(uncut):
-                    _compare(uncut, stages_of(parts), args, kwargs, names)
+                    _compare(uncut, StagesAlone(stages_of(parts), uncut.python), args, kwargs, names, draws=draws)
+            if not draws:
                 return ""
             reason = "it draws random numbers even in evaluation mode"
     return reason
+
+
+def _runs_with_draws(uncut: _Uncut, devices: Sequence[torch.device], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Runs the uncut model, and returns whether it draws random numbers. The stages then begin with the same generators."""
+    before = states_of(devices)
+    with generators_restored(devices):
+        uncut.run(args, kwargs)
+        return states_of(devices) != before or uncut.draws
 
 
 class _Uncut:
@@ -75,14 +87,16 @@ class _Uncut:
         self.whole = whole
         self.cut = cut
         self.python = PythonState(whole)
+        self.code = GradientCode()
         self.forwards: list[tuple[Noted, Any]] = []
         self.changed: dict[str, Place] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a forward and a backward, and a second forward, which sees what the first one has left."""
         before = self.python.snapshot()
-        self._forward(args, kwargs)
-        _go_backward(self.forwards[0][1])
+        with self.code:
+            self._forward(args, kwargs)
+        backward(_losses(self.forwards[0][1]))
         with torch.no_grad():
             self._forward(args, kwargs)
         self.changed = changed(before)
@@ -108,16 +122,21 @@ class _Uncut:
         self.forwards.append((noted, output))
 
 
-def _compare(uncut: _Uncut, stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, str]) -> None:
-    """Runs the stages, each with a state of its own, as the uncut model ran."""
-    states = dict.fromkeys(range(len(stages)), uncut.python.snapshot())
-    for number, expected in enumerate(uncut.forwards):
-        with _recording_outputs(stages, uncut.cut) as noted, torch.set_grad_enabled(number == 0):
-            output = _run(stages, _copied(args), _copied(kwargs), uncut.python, states)
-        _compare_outputs(names, uncut.cut, (noted, output), expected)
+def _compare(
+    uncut: _Uncut, stages: StagesAlone, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, str], *, draws: bool
+) -> None:
+    """Runs the stages as the uncut model ran. If the model draws random numbers, compares only how often code gets gradients."""
+    for number, expected in enumerate(uncut.forwards[:1] if draws else uncut.forwards):
+        code = GradientCode()
+        with _recording_outputs(stages.stages, uncut.cut) as noted, torch.set_grad_enabled(number == 0), code:
+            output = stages.forward(_copied(args), _copied(kwargs))
+        if not draws:
+            _compare_outputs(names, uncut.cut, (noted, output), expected)
         if number == 0:
-            _go_backward(output)
-            _compare_gradients(uncut.whole, stages, names[1])
+            stages.backward(_losses(output))
+            _compare_code(uncut.code, code, draws=draws)
+        if number == 0 and not draws:
+            _compare_gradients(uncut.whole, stages.stages, names[1])
 
 
 Noted = dict[UnitCall, list[Tensor]]
@@ -157,27 +176,6 @@ def _recording_outputs(modules: Sequence[nn.Module], cut: ModelCut) -> Iterator[
             handle.remove()
 
 
-def _run(
-    stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], python: PythonState, states: dict[int, Snapshot]
-) -> Any:
-    given: Any = None
-    for number, stage in enumerate(stages):
-        put_back(states[number])
-        try:
-            given = stage(*args, **kwargs) if number == 0 else stage(**given)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                "stage {number} of the cut fails on the example, and the uncut model does not: {reason}; {remedy}",
-                number=number,
-                reason=str(error),
-                remedy=_REMEDY,
-            ) from error
-        states[number] = python.snapshot()
-    return given
-
-
 def _copy(model: nn.Module, *, evaluate: bool, in_float64: bool) -> nn.Module:
     made = copy_of(model).double() if in_float64 else copy_of(model)
     for parameter in made.parameters():
@@ -196,7 +194,7 @@ def _compare_outputs(names: tuple[str, str], cut: ModelCut, ours: tuple[Noted, A
                 types=types,
                 stage=cut.stage_of[call.unit],
                 call=str(call),
-                remedy=_REMEDY,
+                remedy=REMEDY,
             )
     last = cut.num_stages - 1
     if isinstance(output, Mapping) and isinstance(given, Mapping) and list(given) != list(output):
@@ -206,7 +204,7 @@ def _compare_outputs(names: tuple[str, str], cut: ModelCut, ours: tuple[Noted, A
             got=list(given),
             last=last,
             expected=list(output),
-            remedy=_REMEDY,
+            remedy=REMEDY,
         )
     if _lists_differ(_floating(given), _floating(output)):
         raise InputError(
@@ -215,14 +213,45 @@ def _compare_outputs(names: tuple[str, str], cut: ModelCut, ours: tuple[Noted, A
             model=model,
             types=types,
             last=last,
-            remedy=_REMEDY,
+            remedy=REMEDY,
         )
 
 
-def _go_backward(output: Any) -> None:
-    trained = [tensor.square().sum() for tensor in _floating(output) if tensor.requires_grad]
-    if trained:
-        torch.stack(trained).sum().backward()  # type: ignore[no-untyped-call]
+def _losses(output: Any) -> list[Tensor]:
+    return [tensor.square().sum() for tensor in _floating(output) if tensor.requires_grad]
+
+
+def _compare_code(uncut: GradientCode, stages: GradientCode, *, draws: bool) -> None:
+    """Compares the gradients that code of the model gets, or only their numbers if it `draws` random numbers."""
+    sizes = [_size(gradient) for gradients in uncut.lines.values() for gradient in gradients]
+    faults = {}
+    for line in {**uncut.lines, **stages.lines}:
+        expected, ours = (code.lines.get(line, []) for code in (uncut, stages))
+        if len(ours) != len(expected) or not (draws or _match(ours, expected, max(sizes, default=0.0))):
+            faults[line] = (len(expected), len(ours))
+    if faults:
+        raise InputError(
+            "stages give other gradients to {lines} than one device: several use the tensor, and each has its share of the gradient",
+            lines=", ".join(f"{line} ({ours} in stages for {expected})" for line, (expected, ours) in faults.items()),
+            remedy="create the tensor in a part, such as a layer, and call that in the forward of the part, which gets the whole gradient",
+        )
+
+
+def _match(ours: Sequence[Tensor], expected: Sequence[Tensor], largest: float) -> bool:
+    """Returns whether these are the same gradients, in any order."""
+    left = list(ours)
+    for gradient in expected:
+        rounding = _rounding(gradient, largest)
+        place = next((number for number, other in enumerate(left) if not _differ(other, gradient, rounding)), None)
+        if place is None:
+            return False
+        left.pop(place)
+    return True
+
+
+def _rounding(gradient: Tensor, largest: float) -> float:
+    """Returns the absolute tolerance of a gradient, given the size of the largest."""
+    return largest * (_ROUNDING if gradient.dtype in _EXACT else torch.finfo(gradient.dtype).eps ** 0.5)
 
 
 def _compare_gradients(whole: nn.Module, stages: Sequence[nn.Module], types: str) -> None:
@@ -239,14 +268,13 @@ def _compare_gradients(whole: nn.Module, stages: Sequence[nn.Module], types: str
             if ours is None and other is None:
                 continue
             zeros = torch.zeros_like(parameter)
-            rounding = largest * (_ROUNDING if parameter.dtype in _EXACT else torch.finfo(parameter.dtype).eps ** 0.5)
-            if _differ(zeros if ours is None else ours, zeros if other is None else other, rounding):
+            if _differ(zeros if ours is None else ours, zeros if other is None else other, _rounding(parameter, largest)):
                 raise InputError(
                     "parameter {name!r} of stage {number} has a different gradient than uncut, {types}; {remedy}",
                     name=name,
                     number=number,
                     types=types,
-                    remedy=_REMEDY,
+                    remedy=REMEDY,
                 )
 
 
@@ -277,9 +305,6 @@ def _adding_causes(uncut: _Uncut) -> Iterator[None]:
             shared=", ".join(shared),
             remedy="let a part return what others need, or pass it as an argument",
         ) from None
-
-
-_REMEDY = "the model has a dataflow that bypasses its parts; write its stages by hand, as build(stage, num_stages)"
 
 
 def _lists_differ(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
