@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from html import escape
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
-from tests.refusals import Stated, raises
+from tests.refusals import Stated, raises, states
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.cost_model import Division, Divisions, Efficiency, Experts, Model, divide, transformer
 from zerobubble.cost_model.candidates import SCHEDULES, candidates
+from zerobubble.cost_model.configuration import known_model, with_sequence
 from zerobubble.cost_model.estimate import shared_layers
 from zerobubble.cost_model.held import RUNTIME_BYTES
 from zerobubble.cost_model.setting import Setting
@@ -143,7 +144,9 @@ def test_the_command_line_prints_the_same() -> None:
     found = divide("megatron-22b", gpu="A100", gpus=16, batch=16, top=2, memory=79 * 10**9)
     assert json.loads(output.output) == found.to_dict()
     shown = CliRunner().invoke(main, command.split()).output
-    assert shown.startswith(str(found))
+    assert shown.startswith(f"{found.fit}\n{found}")
+    states(found.fit, "fits", "58.7 GB", "79 GB")
+    assert (found.to_dict()["fits"], found.to_dict()["needed_bytes"]) == (True, max(found.best.step.rank_bytes))
     assert all(word in shown for sentence in found.assumptions for word in sentence.split())
 
 
@@ -194,6 +197,42 @@ WRONG = [
 def test_wrong_questions_are_refused(call: Callable[[], object], stated: Stated) -> None:
     with raises(InputError, *stated):
         call()
+
+
+SHAPE = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 8192}
+BIG = {"num_hidden_layers": 1, "num_attention_heads": 7, "num_key_value_heads": 7, "hidden_size": 1792}
+TOO_LARGE: list[tuple[dict[str, int], str, str]] = [
+    ({}, "--gpu A10 --gpus 1 --batch 8 --memory 4.4GB", "--gpus --memory"),
+    ({}, "--gpu A10 --gpus 1 --batch 8 --memory 4.65GB", "--gpus --gradients --memory"),
+    ({}, "--gpu A10 --gpus 7 --batch 8 --memory 3GB --sequence 131072", "--gpus --sequence --memory"),
+    ({"num_hidden_layers": 4}, "--gpu A10 --gpus 11 --batch 16", "--gpus --gpus --batch"),
+    (BIG | {"vocab_size": 2**21}, "--gpu A10 --gpus 1 --batch 1 --sequence 512", "--gpu"),
+    (BIG | {"vocab_size": 2**27}, "--gpu A10 --gpus 1 --batch 1", ""),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "kinds"), TOO_LARGE)
+def test_remedies_of_a_model_that_does_not_fit_work_as_typed(
+    sizes: dict[str, int], options: str, kinds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(SHAPE | sizes))
+    words = options.split()
+    asked = dict(zip(words[::2], words[1::2], strict=True))
+    model = with_sequence(known_model("config.json"), int(asked.get("--sequence", 4096)))
+    with pytest.raises(InputError) as refused:
+        divide(model, gpu=asked["--gpu"], gpus=int(asked["--gpus"]), batch=int(asked["--batch"]), memory=asked.get("--memory"))
+    remedies = refused.value.fields["options"]
+    assert [remedy.split()[1] for remedy in remedies] == kinds.split()
+    assert CliRunner().invoke(main, ["plan", "config.json", *words]).exit_code == 2
+    for remedy in remedies:
+        how, *given = remedy.split()
+        changed = asked | dict(zip(given[::2], given[1::2], strict=False))
+        if how == "without":
+            del changed[given[0]]
+        done = CliRunner().invoke(main, ["plan", "config.json", *chain.from_iterable(changed.items()), "--json"])
+        assert done.exit_code == 0, (remedy, done.output)
+        assert json.loads(done.output)["needed_bytes"] <= json.loads(done.output)["memory_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def _refuse_others() -> None:
 
 def _text(found: Divisions) -> str:
     assumed = [fill(sentence, COLUMNS, initial_indent="- ", subsequent_indent="  ") for sentence in found.assumptions]
-    return "\n".join([found.title, found.table(), "", _searched(found), "", "Assumptions of the first:", *assumed])
+    return "\n".join([found.fit, found.title, found.table(), "", _searched(found), "", "Assumptions of the first:", *assumed])
 
 
 @contextmanager

@@ -96,12 +96,16 @@ def rank_shares(tried: TriedSchedule, ranks: int, v: int, layers: tuple[int, ...
     return tuple(one for one in known if not any(one != other and all(map(le, one, other)) for other in known))
 
 
-def candidates(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> Iterator[Candidate]:
-    """Yields every way to divide the model of `base` over `gpus` GPUs, for steps of `batch` sequences."""
+def candidates(base: Setting, efficiency: Efficiency, gpus: int, batch: int, *, smallest: bool = False) -> Iterator[Candidate]:
+    """Yields every way to divide the model of `base` over `gpus` GPUs, for steps of `batch` sequences.
+
+    With `smallest`, only those that keep the fewest activations: microbatches of one sequence, with full recomputation.
+    """
     kernels = Kernels(base.gpu, efficiency)
     every_ep = (1,) if base.model.experts is None else _powers(base.model.experts.routed)
     for tp, cp, ep, microbatch, recompute in product(
-        _powers(base.gpu.domain_size), _powers(base.gpu.domain_size), every_ep, _powers(MOST_SEQUENCES), RECOMPUTE
+        *(_powers(base.gpu.domain_size), _powers(base.gpu.domain_size), every_ep),
+        *(([1], ["full"]) if smallest else (_powers(MOST_SEQUENCES), RECOMPUTE)),
     ):
         if gpus % (tp * cp) or batch % microbatch:
             continue

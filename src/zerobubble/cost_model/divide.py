@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 from typing import Any
 
 from zerobubble.arguments import BYTES, WHOLE, either, instance, optional, takes
-from zerobubble.cost_model.candidates import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, Candidate, candidates
+from zerobubble.cost_model.candidates import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, Candidate
 from zerobubble.cost_model.configuration import known_model
-from zerobubble.cost_model.estimate import Estimate, estimate_of
+from zerobubble.cost_model.estimate import Estimate
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.kernels import Efficiency
 from zerobubble.cost_model.models import Model
+from zerobubble.cost_model.remedies import PlayedMemory, Question, options_that_fit
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
-from zerobubble.cost_model.step import LONG, LongStep, Shapes, StepEstimate
+from zerobubble.cost_model.step import LONG, Shapes, StepEstimate
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -98,6 +100,18 @@ class Divisions(Displayed):
         return self.choices[0]
 
     @property
+    def needed_bytes(self) -> int:
+        """The bytes of the fullest GPU in the best way."""
+        return max(self.best.step.rank_bytes)
+
+    @property
+    def fit(self) -> str:
+        """Returns a sentence that says that the model fits, with the memory of the fullest GPU."""
+        least, needed = show_bytes(min(max(choice.step.rank_bytes) for choice in self.choices)), show_bytes(self.needed_bytes)
+        others = "" if least == needed else f", {least} in the smallest of these ways"
+        return f"fits: {needed} of {show_bytes(self.memory_bytes)} on the fullest GPU in the fastest way{others}"
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """Returns a sentence for each assumption about the best way, and about the search."""
         schedules = ", ".join(tried.name for tried in SCHEDULES)
@@ -119,6 +133,8 @@ class Divisions(Displayed):
             "batch": self.batch,
             "precision": here.precision,
             "gradients": here.gradients,
+            "fits": True,
+            "needed_bytes": self.needed_bytes,
             "memory_bytes": self.memory_bytes,
             "ways": self.ways,
             "too_large": self.too_large,
@@ -210,25 +226,28 @@ def divide(
     batch = _batch_of(model) if batch is None else batch
     base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, top)
     limit = base.gpu.memory_bytes if memory is None else as_bytes(memory)
-    known = sorted(candidates(base, efficiency, gpus, batch), key=attrgetter("seconds"))
-    _require_any(known, base, gpus, batch)
-    shapes, too_large, simulated = Shapes(), 0, 0
+    question = Question(base, gpus, batch, limit)
+    ways = sorted(question.candidates(efficiency), key=attrgetter("seconds"))
+    if not ways:
+        raise _indivisible(question, efficiency)
+    shapes, too_large, simulated, least = Shapes(), 0, 0, inf
     best: list[Division] = []
-    for judged, candidate in enumerate(known):
+    for judged, candidate in enumerate(ways):
         if len(best) == top and best[-1].step.seconds <= candidate.seconds:
             break
         if progress is not None:
-            progress(judged, len(known), best[0] if best else None)
-        found = None
-        if candidate.rank_bytes <= limit:
-            found = _played(candidate, efficiency, shapes, limit)
-            simulated += found is not None
-        too_large += found is None
-        if found is not None:
-            best = _with(best, found)[:top]
+            progress(judged, len(ways), best[0] if best else None)
+        memory_of = PlayedMemory.of(candidate, efficiency, shapes) if candidate.rank_bytes <= limit else None
+        needed = candidate.rank_bytes if memory_of is None else max(memory_of.rank_bytes)
+        least = min(least, needed)
+        if memory_of is None or needed > limit:
+            too_large += 1
+            continue
+        best = _with(best, _played(candidate, memory_of))[:top]
+        simulated += 1
     if not best:
-        raise _too_large(known, base, gpus, limit, _enough(base, efficiency, gpus, batch, limit))
-    return Divisions(tuple(best), batch, limit, len(known), too_large, simulated)
+        raise _too_large(question, efficiency, len(ways), least)
+    return Divisions(tuple(best), batch, limit, len(ways), too_large, simulated)
 
 
 def _with(best: list[Division], found: Division) -> list[Division]:
@@ -240,18 +259,11 @@ def _seconds(choice: Division) -> float:
     return choice.step.seconds
 
 
-def _played(candidate: Candidate, efficiency: Efficiency, shapes: Shapes, limit: int) -> Division | None:
-    """Returns the candidate's step, None if it does not fit into `limit` bytes."""
-    setting = candidate.setting
-    found = estimate_of(setting, efficiency, candidate.parts, candidate.layers)
-    stages = setting.v if candidate.tried.v is None else None
-    long = LongStep(shapes, candidate.tried.name, setting.pp, candidate.num_microbatches, stages)
-    activations = long.peak_memory(found.costs)
-    step = found.as_step(long.schedule, 0, activations, candidate.num_microbatches)
-    if max(step.rank_bytes) > limit:
-        return None
-    step = found.as_step(long.schedule, long.makespan(found.costs), activations, candidate.num_microbatches)
-    return Division(found, long.schedule, candidate.num_microbatches, step, long.repeated, candidate.seconds)
+def _played(candidate: Candidate, memory: PlayedMemory) -> Division:
+    """Returns the candidate with its step."""
+    estimate, long = memory.estimate, memory.long
+    step = estimate.as_step(long.schedule, long.makespan(estimate.costs), memory.activations, candidate.num_microbatches)
+    return Division(estimate, long.schedule, candidate.num_microbatches, step, long.repeated, candidate.seconds)
 
 
 def _batch_of(model: str | Model) -> int:
@@ -291,40 +303,36 @@ def _whole_model(
     raise InputError("{faults}", faults="; ".join(faults))
 
 
-def _require_any(known: list[Candidate], base: Setting, gpus: int, batch: int) -> None:
-    if not known:
-        raise InputError(
-            "{name} cannot be divided over {gpus} GPUs for a batch of {batch} sequences, because no number of replicas divides the batch, "
-            "with powers of two for tp and cp and at most {layers} ranks",
-            name=base.model.name,
-            gpus=gpus,
-            batch=batch,
-            layers=base.model.layers,
-            remedy="change the batch or the number of GPUs",
-        )
-
-
-MOST_DOUBLINGS = 5
-"""How often the number of GPUs is doubled to name one on which a model may fit."""
-
-
-def _enough(base: Setting, efficiency: Efficiency, gpus: int, batch: int, limit: int) -> int | None:
-    """Returns the smallest multiple of `gpus` by a power of two on which the model may fit; None if none was found."""
-    for more in (gpus << power for power in range(1, MOST_DOUBLINGS + 1)):
-        if any(candidate.rank_bytes <= limit for candidate in candidates(base, efficiency, more, batch)):
-            return more
-    return None
-
-
-def _too_large(known: list[Candidate], base: Setting, gpus: int, limit: int, enough: int | None) -> InputError:
-    least = min(candidate.rank_bytes for candidate in known)
+def _indivisible(question: Question, efficiency: Efficiency) -> InputError:
+    options = options_that_fit(question, efficiency, fewer=True)
     return InputError(
-        "{name} does not fit on {gpus} {gpu}: the smallest of {ways} ways to divide it needs at least {needed} per GPU, more than {limit}",
-        name=base.model.name,
-        gpus=gpus,
-        gpu=base.gpu.name,
-        ways=len(known),
-        needed=show_bytes(round(least)),
-        limit=show_bytes(limit),
-        remedy=f"{'use more GPUs' if enough is None else f'it may fit on {enough} of them'}, or change the batch",
+        "{name} cannot be divided over {gpus} GPUs for a batch of {batch} sequences, because no number of replicas divides the batch, "
+        "with powers of two for tp and cp and at most {layers} ranks",
+        name=question.base.model.name,
+        gpus=question.gpus,
+        batch=question.batch,
+        layers=question.base.model.layers,
+        options=options,
+        remedy=_advice(options),
     )
+
+
+def _too_large(question: Question, efficiency: Efficiency, ways: int, least: float) -> InputError:
+    options = options_that_fit(question, efficiency)
+    return InputError(
+        "{name} does not fit on {gpus} {gpu}: the smallest of {ways:,} ways to divide it needs {needed} per GPU, more than {limit}",
+        name=question.base.model.name,
+        gpus=question.gpus,
+        gpu=question.base.gpu.name,
+        ways=ways,
+        needed=show_bytes(round(least)),
+        limit=show_bytes(question.limit),
+        options=options,
+        remedy=_advice(options),
+    )
+
+
+def _advice(options: tuple[str, ...]) -> str:
+    if not options:
+        return "nothing that was tried fits (GPUs, batch, sequence, gradients, other GPUs); take a smaller model"
+    return f"it fits {', or '.join(options)}"
