@@ -304,6 +304,44 @@ def noise(_: nn.Module, x: Tensor) -> Tensor:
     return x * (1 if random.random() < 2 else 2)
 
 
+class Limited(torch.autograd.Function):
+    """An identity whose backward changes no gradient of the example."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return limited(gradient)
+
+
+class Exponential(torch.autograd.Function):
+    """Its backward differs from the derivative for large values."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * ctx.saved_tensors[0].clamp(max=15).exp()  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """An operation with a backward that a graph has, too."""
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: limited(2 * gradient))
+
+
 LOST: dict[str, tuple[Callable[[Any, Tensor], object], Stated]] = {
     "hook that limits": (lambda _, x: x.register_hook(limited), ("register_hook", "test_traced.py")),
     "hook that logs": (lambda _, x: x.register_hook(logged), ("register_hook", "test_traced.py")),
@@ -324,6 +362,8 @@ LOST: dict[str, tuple[Callable[[Any, Tensor], object], Stated]] = {
     "saved tensors": (saved, ("saved_tensors_hooks",)),
     "saved on the CPU": (on_cpu, ("saved_tensors_hooks",)),
     "hook of a module": (hooked_module, ("hook",)),
+    "limiting function": (lambda _, x: Limited.apply(x), ("Limited",)),
+    "truncated function": (lambda _, x: Exponential.apply(x), ("Exponential",)),
     "list": (lambda model, _: model.calls.append(1), ("calls",)),
     "attribute": (lambda model, x: setattr(model, "last", x.detach()), ("last",)),
     "number": (lambda model, _: setattr(model, "count", getattr(model, "count", 0) + 1), ("count",)),
@@ -348,8 +388,9 @@ def test_code_that_a_graph_loses_is_refused(kind: str) -> None:
     assert all(parameter._backward_hooks is None for parameter in model.parameters())
 
 
-def test_what_the_first_forward_sets_up_is_not_lost() -> None:
-    split = zb.split(Acting(cached), example=torch.randn(2, WIDTH))
+@pytest.mark.parametrize("act", [cached, lambda _, x: doubled(x)], ids=["cache", "operation"])
+def test_what_a_graph_keeps_is_not_refused(act: Callable[[Any, Tensor], object]) -> None:
+    split = zb.split(Acting(act), example=torch.randn(2, WIDTH))
     states(split.describe(4), "torch.export")
 
 

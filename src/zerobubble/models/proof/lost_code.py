@@ -1,4 +1,4 @@
-"""Refuses a forward with code that a graph of its operations loses: hooks and other code on gradients, and changes of Python objects."""
+"""Refuses a forward with code that a graph of its operations loses: code on gradients, such as hooks, and changes of Python objects."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from zerobubble.error_reports.text import describe
+from zerobubble.error_reports.text import describe, text_of
 from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.example import Arguments
@@ -34,12 +36,12 @@ def refuse_lost(model: nn.Module, arguments: Arguments) -> None:
         torch.default_generator.manual_seed(_SEED)
         draws = [states_of(devices)]
         try:
-            _call(run, arguments)
+            output = _call(run, arguments)
             before, draws = python.snapshot(), [*draws, states_of(devices)]
             _call(run, arguments)
         except Exception as error:
             raise InputError("{model} fails on the example: {reason}", model=type(model).__name__, reason=describe(error)[:300]) from error
-        lost = [*code.lines, *(f"a change of {name}" for name in changed(before))]
+        lost = [*code.lines, *_own_backwards(output), *(f"a change of {name}" for name in changed(before))]
         if draws[0] != draws[1] == states_of(devices):
             lost.append("a seed of torch's random numbers")
     if lost:
@@ -50,9 +52,23 @@ def refuse_lost(model: nn.Module, arguments: Arguments) -> None:
         )
 
 
-def _call(model: nn.Module, arguments: Arguments) -> None:
+def _call(model: nn.Module, arguments: Arguments) -> Any:
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, arguments)
-    model(*args, **kwargs)
+    return model(*args, **kwargs)
+
+
+def _own_backwards(output: Any) -> list[str]:
+    """Returns the backward functions that autograd runs in Python, from `output`: a graph has the derivative of the forward instead."""
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    nodes: set[Any] = {get_gradient_edge(tensor).node for tensor in tensors}
+    left = list(nodes)
+    while left:
+        new = {node for node, _ in left.pop().next_functions} - nodes - {None}
+        nodes |= new
+        left += new
+    functions = {node._forward_cls for node in nodes if issubclass(type(node), BackwardCFunction)}
+    own = [function for function in functions if not function.__module__.startswith("torch.")]  # the graph has torch's own
+    return sorted(f"the backward of {text_of(function.__qualname__)}" for function in own)
 
 
 def _copy(model: nn.Module) -> nn.Module:
