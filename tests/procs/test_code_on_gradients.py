@@ -13,7 +13,7 @@ from torch.nn.functional import dropout, mse_loss
 
 import zerobubble as zb
 from tests.procs.ranks import Ranks
-from tests.refusals import raises
+from tests.refusals import raises, states
 
 WIDTH, MICROBATCHES = 4, 4
 CALLS: list[int] = []
@@ -121,3 +121,51 @@ def test_a_hook_that_gets_the_whole_gradient_has_the_numbers_of_one_device(world
     for place in RIGHT:
         assert max(first[place][0], second[place][0]) < 1e-12, place
         assert first[place][1] + second[place][1] == first[place][2] == MICROBATCHES, place
+
+
+class UsesGradient(nn.Linear):
+    """A layer whose forward uses the gradient of its weight; if `is_guarded`, only where its output has a gradient."""
+
+    def __init__(self, use: Callable[[nn.Parameter], object], *, is_guarded: bool) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.use = use
+        self.is_guarded = is_guarded
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad or not self.is_guarded:
+            self.use(self.weight)
+        return y
+
+
+USES: dict[str, Callable[[nn.Parameter], object]] = {
+    "register_hook": lambda weight: weight.register_hook(limited),
+    "register_post_accumulate_grad_hook": lambda weight: weight.register_post_accumulate_grad_hook(lambda _: None),
+    ".grad": lambda weight: weight.grad is None,
+}
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_a_forward_that_uses_gradients_of_parameters_is_refused(use: str, is_guarded: bool) -> None:
+    layers = [UsesGradient(USES[use], is_guarded=is_guarded) for _ in range(4)]
+    with raises(zb.InputError, use, "test_code_on_gradients.py"):
+        zb.split(nn.Sequential(*layers), example=torch.randn(2, WIDTH)).cut(2)
+
+
+def with_hooks_in_a_forward(group: Any) -> str:
+    def stage(_: int, __: int) -> nn.Module:
+        return UsesGradient(USES["register_hook"], is_guarded=True)
+
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    with zb.Pipeline(stage, "1f1b", MICROBATCHES, mse_loss, group=group) as pipe:
+        try:
+            pipe.step(x, x)
+        except (zb.InputError, zb.PipelineError) as error:
+            return str(error)
+    return ""
+
+
+def test_stages_that_register_hooks_on_parameters_in_a_step_are_refused(world: Ranks) -> None:
+    for sentence in world.run(with_hooks_in_a_forward, ranks=2):
+        states(sentence, "InputError", "weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,51 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from zerobubble.error_reports.text import text_of
+from zerobubble.errors import InputError
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
+_SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__set__
 _OF_GRADIENT, _OF_NODE = (getattr(Tensor, name).__get__ for name in ("grad", "grad_fn"))
+_OF_PARAMETERS = {
+    Tensor.register_hook: "register_hook",
+    Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+    _OF_GRADIENT: ".grad",
+    _SET_GRADIENT: ".grad",
+}
+"""What code may do with the gradient of a parameter, by torch's functions."""
 _TORCH = torch.__path__[0]
+_DISPATCHES = {"__torch_function__", "handle_torch_function", "register_hook", "register_post_accumulate_grad_hook"}
+"""Names of torch's functions between a call and a mode."""
 _LIBRARIES = (_TORCH, str(Path(__file__).parents[2]), "<")
+
+
+def parameter_code(func: Any, args: tuple[Any, ...]) -> str:
+    """Returns what a call by the model's code does with the gradient of a parameter, and in which line; empty for other calls."""
+    if func not in _OF_PARAMETERS or not isinstance(args[0], nn.Parameter) or _caller().startswith(_TORCH):
+        return ""
+    return f"{_OF_PARAMETERS[func]} in {line_of_call()}"
+
+
+def uses_parameter_gradients(calls: Iterable[str]) -> InputError:
+    """Returns the error for a forward with such `calls`."""
+    return InputError(
+        "a forward uses gradients of parameters by {calls}, but several microbatches are between their forward and backward",
+        calls=", ".join(dict.fromkeys(calls)),
+        remedy="register hooks on parameters once, before zb.split, and read gradients after pipe.step",
+    )
 
 
 class GradientCode(TorchFunctionMode):
     """Notes in `lines` what a forward does to gradients and where, each with the gradients that it gets in the backward pass.
 
+    `of_parameters` are the calls that use gradients of parameters.
     Without `registers`, no hook is registered.
     """
 
     def __init__(self, *, registers: bool = True) -> None:
         super().__init__()
         self.lines: dict[str, list[Tensor]] = {}
+        self.of_parameters: list[str] = []
         self._registers = registers
 
     @property
@@ -44,6 +73,8 @@ class GradientCode(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call := parameter_code(func, args):
+            self.of_parameters.append(call)
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             tensor, hook = list(chain(args, (kwargs or {}).values()))
             return self.register(func.__name__, lambda noting: func(tensor, noting), hook)
@@ -112,7 +143,7 @@ def _hooks_on_saved() -> Any:
 def _caller() -> str:
     """Returns the file of the innermost code outside of this one that the current call comes from."""
     frame = sys._getframe(2)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+    while (frame.f_code.co_filename == __file__ or frame.f_code.co_name in _DISPATCHES) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import DirectParameter, RandomDraw, Sources, UnitCall
-from zerobubble.models.observation.gradient_code import line_of_call
+from zerobubble.models.observation.gradient_code import line_of_call, parameter_code, uses_parameter_gradients
 from zerobubble.runtime.values.released import is_released
 
 _aten = torch.ops.aten
@@ -231,13 +231,17 @@ def _refuse_changed_parameters(written: Iterable[Tensor], sources: Mapping[Tenso
 
 
 class _BypassesOfTheDispatcher(TorchFunctionMode):
-    """Refuses calls that bypass the dispatcher, and so `SourceTracker`: methods that read values, and backward passes through units."""
+    """Refuses calls that bypass the dispatcher, and so `SourceTracker`: methods that read values, backward passes through units, and uses
+    of gradients of parameters.
+    """
 
     def __init__(self, source_tracker: SourceTracker) -> None:
         super().__init__()
         self._tracker = source_tracker
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call := parameter_code(func, args):
+            raise uses_parameter_gradients([call])
         if func in _LEAVES_TORCH and not args[0].is_meta:  # a meta tensor has no values, and raises its own error
             sources = _without_draws(self._tracker.sources_in(args))
             if sources:

@@ -21,7 +21,7 @@ from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import UnitCall
 from zerobubble.models.observation.example import Arguments
-from zerobubble.models.observation.gradient_code import GradientCode
+from zerobubble.models.observation.gradient_code import GradientCode, uses_parameter_gradients
 from zerobubble.models.proof.stages_alone import REMEDY, StagesAlone, backward
 from zerobubble.models.proof.tiny import MOST_PROVED, NoTinyModelError, tiny_models
 from zerobubble.runtime.device import generators_restored
@@ -63,6 +63,8 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
             except Exception as error:  # noqa: BLE001 - not every model runs in float64, and an example need not suit the training mode
                 reason = f"it does not run on its example {names[1]}: {str(error).partition(chr(10))[0][:200]}"
                 continue
+            if uncut.code.of_parameters:
+                raise uses_parameter_gradients(uncut.code.of_parameters)
             if not draws or uncut.code.has_gradients:
                 with _adding_causes(uncut):
                     _compare(uncut, StagesAlone(stages_of(parts), uncut.python), args, kwargs, names, draws=draws)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from zerobubble.errors import InputError
 from zerobubble.runtime.hooks.replicas import EarlierGradients, trained
 from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.values.gradients import Gradients
-from zerobubble.runtime.values.parameter_hooks import AFTER_ACCUMULATION, ON_GRADIENT, TakenHooks, take_hooks
+from zerobubble.runtime.values.parameter_hooks import AFTER_ACCUMULATION, ON_GRADIENT, TakenHooks, has_hooks, take_hooks
 
 
 class SummedHooks(StepHook):
@@ -49,8 +50,9 @@ class SummedHooks(StepHook):
     def on_step_end(self, step: TrainingStep) -> None:
         """Changes the gradients of the step by `register_hook`, adds those of earlier steps, and calls the hooks after accumulation.
 
-        Hooks are put back first, so that they can remove themselves.
+        Hooks are put back first, so that they can remove themselves. Raises `InputError` for hooks that were registered during the step.
         """
+        self._refuse_added()
         called = self._put_back()
         for parameter, kind, hooks in called:
             gradient = self._gradients.get(parameter)
@@ -61,6 +63,19 @@ class SummedHooks(StepHook):
             if kind == AFTER_ACCUMULATION and self._gradients.get(parameter) is not None:
                 for hook in hooks.values():
                     hook(parameter)
+
+    def _refuse_added(self) -> None:
+        """Raises `InputError` for hooks that a forward has registered, which autograd has called with single microbatches."""
+        hooked = {parameter for parameter in trained(self._modules) if has_hooks(parameter)}
+        for stage, module in self._modules.items() if hooked else ():
+            names = [name for name, parameter in module.named_parameters() if parameter in hooked]
+            if names:
+                raise InputError(
+                    "stage {stage} registers a hook on the gradient of {names} in a step, where the hook gets those of single microbatches",
+                    stage=stage,
+                    names=", ".join(map(repr, names)),
+                    remedy="register hooks on parameters once, before or between steps",
+                )
 
     def on_close(self) -> None:
         """Puts the hooks back after a failed step."""

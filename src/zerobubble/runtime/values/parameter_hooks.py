@@ -29,6 +29,11 @@ class TakenHooks(NamedTuple):
         now.update(self.hooks | added)
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Returns whether the parameter has any hooks that were not taken: about 0.5 us."""
+    return bool(getattr(parameter, ON_GRADIENT, None) or getattr(parameter, AFTER_ACCUMULATION, None))
+
+
 def take_hooks(parameters: Iterable[nn.Parameter]) -> list[TakenHooks]:
     """Takes the hooks from `parameters`: about 0.5 us for a parameter without any."""
     taken = []
