@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
@@ -278,3 +280,86 @@ def test_a_fault_in_a_later_microbatch_leaves_no_gradient(world: Ranks) -> None:
     for results in world.run(after_late_faults, ranks=2):
         assert [found[:2] for found in results] == [(False, True), (True, True)] * 2
         assert max(error for *_, error in results) < 1e-12
+
+
+class Recorder:
+    """Keeps what hooks see."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, Tensor] = {}
+        self.log: list[float] = []
+        self.last: Tensor | None = None
+
+    def output(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.outputs[id(layer.weight)] = output
+
+    def attribute(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        layer.seen = output  # type: ignore[assignment]
+
+    def latest(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.last = output
+
+    def mean(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.log.append(output.mean().item())
+
+
+def logged(record: Recorder, output: Tensor) -> float:
+    record.log.append(output.mean().item())
+    return 0.0
+
+
+class Hooked(NamedTuple):
+    """A hook on some layers, a term of the loss, and whether that is refused."""
+
+    hook: Callable[[Recorder], Callable[..., None]]
+    layers: slice
+    term: Callable[[Recorder, Model, Tensor], Any]
+    is_refused: bool = True
+
+
+HOOKED = {
+    "missing": Hooked(lambda r: r.output, slice(0, 1), lambda r, m, o: r.outputs[id(m.layers[0].weight)].mean()),
+    "all": Hooked(lambda r: r.output, slice(0, 4), lambda r, m, o: sum(output.mean() for output in r.outputs.values())),
+    "attribute": Hooked(lambda r: r.attribute, slice(0, 4), lambda r, m, o: sum(y.seen.mean() for y in m.layers if hasattr(y, "seen"))),
+    "latest": Hooked(lambda r: r.latest, slice(1, 2), lambda r, m, o: 0.0 if r.last is None else r.last.mean()),
+    "last part": Hooked(
+        lambda r: r.output, slice(3, 4), lambda r, m, o: r.outputs[id(m.layers[3].weight)].square().mean(), is_refused=False
+    ),
+    "log": Hooked(lambda r: r.mean, slice(0, 4), lambda r, m, o: logged(r, o), is_refused=False),
+    "unread": Hooked(lambda r: r.output, slice(0, 2), lambda r, m, o: 0.0, is_refused=False),
+}
+
+
+def with_hooks(group: Any, schedule: str) -> dict[str, str]:
+    """By case that is wrong, what is wrong with two steps of a model that gets hooks once the pipeline stands."""
+    wrong = {}
+    for name, case in HOOKED.items():
+        model, whole, ours, theirs = made(), made(), Recorder(), Recorder()
+
+        def loss(output: Tensor, target: Tensor, record: Recorder, model: Model, case: Hooked = case) -> Any:
+            return mse_loss(output, target) + case.term(record, model, output)
+
+        with zb.Pipeline(zb.split(model, example=X[:2]), schedule, 2, partial(loss, record=ours, model=model), group=group) as pipe:
+            for one, record in ((model, ours), (whole, theirs)):
+                for layer in one.layers[case.layers]:  # type: ignore[union-attr]
+                    layer.register_forward_hook(case.hook(record))
+            one_device(whole, lambda whole, record=theirs, loss=loss: partial(loss, record=record, model=whole))  # type: ignore[misc]
+            for _ in range(2):
+                try:
+                    pipe.step(X, X)
+                except zb.InputError as error:
+                    if not case.is_refused or "hook" not in str(error) or any(p.grad is not None for p in pipe.parameters()):
+                        wrong[name] = str(error)
+                    continue
+                if case.is_refused:
+                    wrong[name] = "no error"
+                elif largest_error(pipe, model, whole) > 1e-12:
+                    wrong[name] = "other gradients"
+                for parameter in pipe.parameters():
+                    parameter.grad = None
+    return wrong
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_what_hooks_on_other_parts_store(world: Ranks, schedule: str) -> None:
+    assert world.run(with_hooks, schedule, ranks=2) == [{}, {}]

@@ -32,6 +32,10 @@ class SetElsewhere:
         """Returns the attributes that forwards have set so far."""
         return [*self._of_other_units(), *self._in_copies(), *self._with_tensors()]
 
+    def parts(self) -> dict[str, nn.Module]:
+        """Returns the units of other stages by name."""
+        return {name: shape_only.original for name, shape_only in self._others.items()}
+
     def _of_other_units(self) -> Iterator[SetAttribute]:
         for unit, shape_only in self._others.items():
             for path, name in shape_only.attributes_set:

@@ -346,7 +346,8 @@ def stage_model(
     own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
     own |= {"follow_model": follow_model, "refuse_call": refuse_call, "has_state": has_state, "give_back": give_back}
     own |= {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
-    own["set_elsewhere"] = SetElsewhere(model, observed, cut, stage, follower).attributes
+    elsewhere = SetElsewhere(model, observed, cut, stage, follower)
+    own |= {"set_elsewhere": elsewhere.attributes, "parts_elsewhere": elsewhere.parts}
     made.__class__ = with_own(type(model), own)
     return made
 

@@ -7,7 +7,7 @@ either is a fault. The step then ends without gradients, and all ranks raise the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
 from zerobubble.runtime.stage.cut_model import CutModel, models_of
+from zerobubble.runtime.stage.hook_reads import HookReads, hook_fault
 from zerobubble.runtime.values.stored import ABSENT
 from zerobubble.units import counted
 
@@ -43,19 +44,29 @@ class SetsElsewhere(Protocol):
         """Returns the attributes that forwards set and that the user's model lacks where this stage runs, or has as they were before."""
         ...
 
+    def parts_elsewhere(self) -> Mapping[str, nn.Module]:
+        """Returns the parts of other stages by name, as the user's model has them."""
+        ...
+
 
 class LossReads:
-    """Finds the reads of `loss_fn`, which the rank of the stage `last` calls. `fault` is the first fault of the current step."""
+    """Finds the reads of `loss_fn`, which the rank of the stage `last` calls. `fault` is the first fault of the current step.
 
-    def __init__(self, cut_model: CutModel | None = None, last: nn.Module | None = None) -> None:
+    `hooks` are the ones on parts of other stages.
+    """
+
+    def __init__(self, cut_model: CutModel | None = None, last: nn.Module | None = None, hooks: HookReads | None = None) -> None:
         self.fault: InputError | None = None
+        self.hooks = HookReads() if hooks is None else hooks
         self._cut_model = cut_model
         self._last = None if last is None else stage_alone(last)
         self._refusing: dict[tuple[int, str, bool], _Refusing | _RefusingList] = {}
 
     @contextmanager
     def finding(self) -> Iterator[None]:
-        """Context of a call of `loss_fn`."""
+        """Context of a call of `loss_fn`. Raises `InputError` if a hook on another stage of this rank stores what it looks for."""
+        if module := self.hooks.stored():
+            raise self.note(hook_fault(module))
         with ExitStack() as stack:
             if self._cut_model is not None and torch.is_grad_enabled():
                 stack.enter_context(self._cut_model.refusing_reads(self._refuse_tensor))

@@ -19,7 +19,10 @@ from zerobubble.runtime.split.splitter import arguments_of
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
+from zerobubble.runtime.stage.hook_reads import HookReads
 from zerobubble.runtime.stage.levels import RecomputeLevels
+from zerobubble.runtime.stage.loss_reads import SetsElsewhere
+from zerobubble.runtime.stage.parts import HasModelParts
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.buffers import in_mode
 from zerobubble.runtime.values.gradients import Gradients
@@ -137,6 +140,13 @@ class Stages:
         """Gives the model what the last stage of this rank has set in a call; see `FollowsModel.give_back`."""
         for last in list(self._of_models())[-1:]:
             last.give_back(share)
+
+    def hook_reads(self, last_stage: int) -> HookReads:
+        """Returns the hooks on parts of all stages before the last."""
+        modules = {index: stage_alone(module) for index, module in self.modules.items()}
+        last = modules.pop(last_stage, None)
+        own = {part.name: part.module for module in modules.values() if isinstance(module, HasModelParts) for part in module.model_parts()}
+        return HookReads(self.loss_fn, own, last.parts_elsewhere() if isinstance(last, SetsElsewhere) else {})
 
     def _of_models(self) -> Iterator[FollowsModel]:
         stages = (stage_alone(module) for _, module in sorted(self.modules.items()))

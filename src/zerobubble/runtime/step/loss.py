@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
+from zerobubble.runtime.stage.hook_reads import hook_fault
 from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.step.loss_faults import note_given, unknown_parameter
 from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossReport, SetState
@@ -245,6 +246,8 @@ class StepLosses:
             with self.reads.finding():
                 return self.loss_fn(output, target)
         except Exception as error:
+            if self.reads.fault is None and (module := self.reads.hooks.lacking()):
+                self.reads.note(hook_fault(module, error))
             if self.reads.fault is None:
                 refuse_far_gradient(error, "loss_fn")
                 note_given(error, "loss_fn", output=output, target=target)
@@ -368,6 +371,7 @@ class StepLosses:
         if not others:
             return
         self.set_state |= SetState.MODEL * self._has_state() | SetState.LOSS * self.state.has_changed()
+        self.set_state |= SetState.HOOKS * bool(self.reads.hooks.lacking())
         known = [loss for loss in self._known if loss is not None]
         values = iter(torch.stack(known).tolist() if known else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)

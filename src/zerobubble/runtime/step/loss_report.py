@@ -18,11 +18,12 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class SetState(IntFlag):
-    """Who has set state on a rank in a call that other ranks lack."""
+    """Who has set state on a rank in a call that other ranks lack. `HOOKS` may have set what `loss_fn` lacks."""
 
     NOTHING = 0
     MODEL = 1
     LOSS = 2
+    HOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)

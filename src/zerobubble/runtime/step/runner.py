@@ -33,6 +33,7 @@ from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
 from zerobubble.runtime.stage.cut_model import CutModel
+from zerobubble.runtime.stage.hook_reads import hook_fault
 from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
@@ -117,7 +118,8 @@ class StepRunner:
         self._refusals = CallRefusals(peers, guard, programs, losses, self.gather)
         self.scaling = GradientScaling(gradients, stages.device)
         self.cut_model = CutModel(self.modules, peers.members[peers.rank], losses.loss_fn)
-        losses.reads = LossReads(self.cut_model, self.modules.get(self.schedule.num_stages - 1))
+        last = self.schedule.num_stages - 1
+        losses.reads = LossReads(self.cut_model, self.modules.get(last), stages.hook_reads(last))
         self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)
 
     @property
@@ -282,15 +284,20 @@ class StepRunner:
 
         Microbatches before the fault may have added to gradients. These are dropped, with the `earlier` ones on all ranks if any is lost.
         """
-        if not self._losses.is_refused:
+        if not (self._losses.is_refused or SetState.HOOKS in self._losses.set_state):
             return
+        reads = self._losses.reads
+        lacks = hook_fault(module) if (module := reads.hooks.stored()) else ""
         are_lost = earlier is not None and earlier.are_lost
-        from_all = self.gather((str(self._losses.reads.fault or ""), are_lost), "refusing a loss")
-        faults = list(dict.fromkeys(fault for fault, _ in from_all if fault)) or ["loss_fn has a fault on another replica"]
-        if any(lost for _, lost in from_all):
+        from_all = self.gather((str(reads.fault or ""), str(lacks), are_lost), "refusing a loss")
+        found, lacking, lost = (list(dict.fromkeys(filter(None, column))) for column in zip(*from_all, strict=True))
+        if not (found or lacking or self._losses.is_refused):
+            return
+        faults = found or lacking or ["loss_fn has a fault on another replica"]
+        if lost:
             faults.append("microbatches before it have added to the gradients of earlier steps, so all gradients are dropped")
         if earlier is not None:
-            earlier.drop(all_steps=any(lost for _, lost in from_all))
+            earlier.drop(all_steps=bool(lost))
         with self.agreed_errors():
             raise_faults(faults)
 
