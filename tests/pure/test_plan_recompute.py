@@ -24,6 +24,7 @@ from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
 from zerobubble.bounds import bounds_with_recompute, shortage_with_recompute
 from zerobubble.costs import FULL, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
+from zerobubble.partition import Layer
 from zerobubble.planning import Problem, Workload, competition, plan
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget
@@ -509,3 +510,15 @@ def test_choices_of_levels_are_tried_until_the_budget_is_over(monkeypatch: pytes
     assert found.order is not None
     choices = {name: opened.count(name) for name in ("vee", "linear")}
     assert sum(choices.values()) == 1 if is_late else min(choices.values()) > 1
+
+
+@pytest.mark.parametrize("memory", [13_000, 15_500])
+def test_layers_that_fit_only_with_recomputation_are_planned_over_all_placements(memory: int) -> None:
+    """There are so many choices of levels that none without R stays in the list."""
+    layers = [Layer(0, 0, 0, 10, 10, 3_000), *[Layer(10, 15, 8, 1_000, 500, 700)] * 36, Layer(30, 30, 30, 2_000, 1_000, 3_000)]
+    found = zb.plan(layers, 8, zb.Limits((memory,) * 4), recompute="auto", evaluations=0)
+    savings = found.saving(RecomputeSavings)
+    assert found.order is not None
+    assert savings is not None
+    assert savings.without.order is None
+    states(savings.without.reason, "rank 0", 0)

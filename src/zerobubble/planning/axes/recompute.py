@@ -58,10 +58,19 @@ DOES_NOT_FIT = "no schedule without R was found that fits"
 
 def _nothing_without(contest: Contest) -> Plan:
     """A plan without a schedule and without R, with the reason."""
-    plain = next(one for one in contest.candidates if one.label(NAME) == NONE.name)
     opened = [entry.best for entry in contest.entries if entry.candidate.label(NAME) == NONE.name]
-    plan = opened[0] if opened else unopened(plain, contest.bounds[plain.target.at_first_level]).best
+    plan = opened[0] if opened else _unopened_without(contest)
     return replace(plan, order=None, time=None, makespan=None, reason=plan.reason or DOES_NOT_FIT)
+
+
+def _unopened_without(contest: Contest) -> Plan:
+    """The plan of a candidate without R. Where none fits, there may be too many candidates to list one."""
+    for candidate in contest.candidates:
+        if candidate.label(NAME) == NONE.name:
+            return unopened(candidate, contest.bounds[candidate.target.at_first_level]).best
+    first = contest.entries[0]
+    problem = first.candidate.problem.offering((NONE,), NONE)
+    return replace(unopened(first.candidate, first.bound).best, problem=problem, reason=problem.shortage_reason)
 
 
 def _with_less(plan: Plan, effort: Effort) -> Iterable[Plan]:
