@@ -284,6 +284,16 @@ def test_a_machine_that_cannot_be_read_is_refused(tmp_path: Path, machine: objec
     states(refused("plan", "--layers", written(tmp_path, OF_BLOCKS | {"machine": machine}), *ON_GPU), "machine", "flops_per_second")
 
 
+def test_recomputation_is_advised_where_it_makes_layers_fit(tmp_path: Path) -> None:
+    block = {"forward": 10, "backward": 15, "weight": 8, "held_after_f": 1000, "held_after_b": 500, "parameters_bytes": 700}
+    file = written(tmp_path, OF_BLOCKS | {"layers": [block] * 16})
+    shape = ("--layers", file, "--ranks", "2", "--microbatches", "4", "--placement", "looped-4", "--evaluations", "0")
+    with_advice = refused("plan", *shape, "--memory", "10kB")
+    states(with_advice, "--recompute auto", "10 kB")
+    printed("plan", *shape, "--memory", "10kB", "--recompute", "auto")
+    assert "--recompute" not in refused("plan", *shape, "--memory", "6kB")
+
+
 def test_cuts_inside_blocks_are_offered_and_made(tmp_path: Path) -> None:
     shape = ("--ranks", "4", "--microbatches", "6", "--placement", "linear", "--evaluations", "50")
     options = ("--layers", written(tmp_path, OF_BLOCKS), *shape)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import click
@@ -397,7 +398,8 @@ def _plan_layers(given: GivenLayers, search: SearchOptions, options: PlanOptions
     axes = _axes_of_layers(layers, ranks, options, head) | {"sharded": sharded.sharded(None, options.within / 100)}
     is_alone = all(axes.get(name) in (None, (), "none") for name in ("baseline", "shares", "recompute", "head", "host", "sharded"))
     with search_progress(search, searches=2 if is_alone else 3) as watch:
-        found = plan(layers, microbatches, memory, placements=placements, **axes, **search.arguments(search.objective, watch))
+        ask = partial(plan, layers, microbatches, memory, placements=placements)
+        found = _planned(ask, axes, search.arguments(search.objective, watch))
     savings, inside = found.saving(CutSavings), None
     answer = _with_memory(Answer(found, {}, tuple(filter(None, [given.device_text()]))), device)
     if savings is not None and len(parts) > len(savings.cut.layers):
@@ -410,6 +412,23 @@ def _plan_layers(given: GivenLayers, search: SearchOptions, options: PlanOptions
         answer = replace(answer, paragraphs=(*answer.paragraphs, *_microbatches_in_bytes(options, limits)))
     device_data = {"gpu": given.gpu and given.gpu.name, "machine": given.machine and given.machine.to_dict()}
     return replace(answer, data=answer.data | {"excess_inside_blocks": inside, **device_data})
+
+
+def _planned(ask: Callable[..., Plan], axes: dict[str, Any], arguments: dict[str, Any]) -> Plan:
+    """Returns the plan. The error of layers that do not fit names recomputation if they then do."""
+    try:
+        return ask(**axes, **arguments)
+    except InputError as error:
+        if axes["recompute"] != "none" or not _fits(ask, axes | {"recompute": "auto"}):
+            raise
+        raise InputError("{reason}; it fits with {option}", reason=str(error), option="--recompute auto") from error
+
+
+def _fits(ask: Callable[..., Plan], axes: dict[str, Any]) -> bool:
+    try:
+        return ask(**axes, evaluations=0).order is not None
+    except InputError:
+        return False
 
 
 def _device_memory(given: GivenLayers, options: PlanOptions) -> DeviceMemory | None:
