@@ -73,6 +73,14 @@ def test_other_sequences_keep_the_tokens_of_a_step() -> None:
     assert longer.batch * longer.sequence == model.batch * model.sequence
 
 
+def test_a_table_of_positions_limits_sequences() -> None:
+    fields, _ = PUBLISHED["gpt2"]
+    model = model_of(fields, "gpt2")
+    assert with_sequence(model, 1024).sequence == model.positions == 1024
+    with raises(zb.InputError, "gpt2", 1024, 2048):
+        with_sequence(model, 2048)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

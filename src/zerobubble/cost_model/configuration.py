@@ -21,6 +21,8 @@ _PLAIN_MLP = frozenset({
     "phi", "starcoder2", "xglm",
 })  # fmt: skip
 """Families whose MLP has two products. All other decoders of Transformers have a gate."""
+_TABLES = frozenset({"biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "opt"})
+"""Families with a table of positions."""
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -94,6 +96,7 @@ def model_of(fields: Mapping[str, Any], name: str) -> Model:
         experts=_experts(fields, known["layers"]),
         batch=max(USUAL_BATCH_TOKENS // sequence, 1),
         head_width=_whole(fields, "head_dim"),
+        positions=_whole(fields, *_POSITIONS) if family in _TABLES else None,
     )
 
 

@@ -145,7 +145,8 @@ class Divisions(Displayed):
 
     def _summary(self) -> str:
         here, step = self.best.setting, self.best.step
-        figures = f"{step.seconds:.4g} s a step, {show_percent(step.utilization)} of the peak FLOP/s"
+        size = f"{self.batch:,} x {here.model.sequence:,} tokens"
+        figures = f"{step.seconds:.4g} s for {size}, {show_percent(step.utilization)} of the peak FLOP/s"
         return f"of {here.model.name} over {here.gpus:,} {here.gpu.name}: {figures}, {self.ways:,} ways tried"
 
     @property
@@ -221,7 +222,7 @@ def divide(
 
     >>> import zerobubble as zb
     >>> zb.cost_model.divide("megatron-22b", gpu="A100", gpus=64, batch=256)
-    <Divisions of megatron-22b over 64 A100: 7.144 s a step, 51.30 % of the peak FLOP/s, 5,934 ways tried>
+    <Divisions of megatron-22b over 64 A100: 7.144 s for 256 x 2,048 tokens, 51.30 % of the peak FLOP/s, 5,934 ways tried>
     """
     batch = _batch_of(model) if batch is None else batch
     base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, top)

@@ -51,6 +51,7 @@ class Model(Displayed):
     the head is the embedding. With `fused_attention` scores stay on the processors (FlashAttention), and the half of them that a causal
     mask hides is not computed; without it they are written to memory. `latent` attention must be fused. `batch` are the sequences of a step
     with which it was trained, where that was published. `head_width` are the features of a head, if not `hidden / heads`.
+    `positions` is the size of a table of positions, which limits sequences.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Model(Displayed):
     experts: Experts | None = None
     batch: int | None = None
     head_width: int | None = None
+    positions: int | None = None
 
     def __post_init__(self) -> None:
         counts = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary", "sequence")
@@ -83,6 +85,9 @@ class Model(Displayed):
         raise_faults(self._faults())
 
     def _faults(self) -> Iterator[str]:
+        if self.positions is not None and self.sequence > self.positions:
+            table = f"the table of {self.positions:,} positions of model {self.name!r}"
+            yield f"sequences of {self.sequence:,} tokens exceed {table}: take fewer tokens, such as --sequence {self.positions}"
         if self.latent is None and self.head_width is None and self.hidden % self.heads:
             yield f"hidden={self.hidden} of model {self.name!r} must be a multiple of its {self.heads} heads"
         if self.heads % self.kv_heads:
