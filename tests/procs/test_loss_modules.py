@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -294,6 +298,153 @@ def test_every_rank_has_what_the_loss_keeps(world: Ranks, schedule: str) -> None
     for ours, theirs, keeps_own in world.run(logged, schedule, ranks=2):
         assert [pytest.approx(kept, abs=1e-12) for kept in theirs] == ours
         assert keeps_own
+
+
+class AverageMeter:
+    """The meter of many training scripts."""
+
+    def __init__(self) -> None:
+        self.last = self.sum = 0.0
+        self.count = 0
+
+    def update(self, value: float) -> None:
+        self.last = value
+        self.sum += value
+        self.count += 1
+
+
+@dataclass(frozen=True)
+class Record:
+    value: float
+    history: tuple[float, ...] = ()
+
+
+class Metered(nn.Module):
+    """A loss that keeps values as training scripts do, in containers and objects that it changes in place or replaces."""
+
+    weights: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.meters, self.by_name = AverageMeter(), [AverageMeter(), AverageMeter()], {"square": AverageMeter()}
+        self.made: dict[str, AverageMeter] = defaultdict(AverageMeter)
+        self.logs: dict[str, list[float]] = defaultdict(list)
+        self.recent: deque[float] = deque(maxlen=3)
+        self.counts: Counter[str] = Counter()
+        self.ordered: OrderedDict[int, float] = OrderedDict()
+        self.nested: dict[str, Any] = {"a": {"b": [0.0, {1}]}, "c": ()}
+        self.space = SimpleNamespace(calls=0)
+        self.record = Record(0.0)
+        self.array = np.zeros(3)
+        self.pair = torch.zeros(2, dtype=torch.float64), 0
+        self.all: list[float] = [0.0] * 5000
+        self.large = torch.zeros(5000)
+        self.register_buffer("weights", torch.ones(6, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.inner = nn.Identity()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = (self.weights * (output - target).square()).mean()
+        value = loss.item()
+        for meter in (self.meter, self.meters[1], self.by_name["square"], self.made["new"]):
+            meter.update(value)
+        self.logs["loss"].append(value)
+        self.recent.append(value)
+        self.counts["calls"] += 1
+        self.ordered[len(self.ordered)] = value
+        self.nested["a"]["b"][0] += value
+        self.nested["a"]["b"][1].add(self.counts["calls"])
+        self.nested["c"] = (*self.nested["c"], value)
+        self.space.calls += 1
+        self.record = Record(value, (*self.record.history, value))
+        self.array[1] += np.float64(value)
+        self.pair[0].add_(value)
+        self.pair = self.pair[0], self.pair[1] + 1
+        self.all.append(value)
+        self.large = self.large + 1
+        self.weights = self.weights * 0.9
+        self.calls += 1
+        self.inner.latest = loss.detach()
+        return loss
+
+    def kept(self) -> list[Any]:
+        meters = [vars(meter) for meter in (self.meter, *self.meters, *self.by_name.values(), *self.made.values())]
+        values = [self.logs, self.recent, self.counts, self.ordered, self.nested, self.space, self.record, self.array, self.pair, self.all]
+        return list(map(repr, (*meters, *values, self.weights, self.calls, self.inner.latest)))
+
+
+class Trainer:
+    """Keeps what its loss computes, and a module, in attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.meter, self.criterion = model, AverageMeter(), nn.MSELoss()
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(output, target)
+        self.meter.update(loss.item())
+        return loss
+
+    def compute_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+    def kept(self) -> list[Any]:
+        return [repr(vars(self.meter))]
+
+
+def metered(group: Any, kind: str, schedule: str) -> tuple[list[Any], list[Any], list[bool], str]:
+    """What a loss keeps after each call and on one device, whether objects stay the same, and the error for a large tensor."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)))
+    x = torch.rand(8, 6, dtype=torch.float64)
+    loss, alone = (Metered(), Metered()) if kind == "module" else (Trainer(whole), Trainer(whole))
+    loss_fn = loss.compute_loss if kind == "method" and isinstance(loss, Trainer) else loss
+    meter, ours, theirs, latest = loss.meter, [], [], []
+    with zb.Pipeline(zb.split(whole, example=x[:2]), schedule, COUNT, loss_fn, group=group) as pipe:
+        for call in (pipe.step, pipe.step, pipe.eval_step):
+            call(x, x.cos())
+            for inputs in x.chunk(COUNT):
+                alone(whole(inputs), inputs.cos())
+            ours.append(loss.kept())
+            theirs.append(alone.kept())
+            latest += [loss.inner.latest] if isinstance(loss, Metered) else []
+        are_same = [loss.meter is meter, len(set(map(id, latest))) == len(latest)]
+        text = ""
+        try:
+            _ = loss.large.sum() if isinstance(loss, Metered) else None
+        except zb.InputError as error:
+            text = str(error)
+    return ours, theirs, are_same, text
+
+
+@pytest.mark.parametrize(("kind", "schedule"), [("module", "1f1b"), ("module", "zb-v"), ("object", "1f1b"), ("method", "1f1b")])
+def test_every_rank_has_the_meters_of_a_loss(world: Ranks, kind: str, schedule: str) -> None:
+    last = 0 if schedule == "zb-v" else 1
+    for rank, (ours, theirs, are_same, text) in enumerate(world.run(metered, kind, schedule, ranks=2)):
+        assert [(a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True) if a != b] == []
+        assert all(are_same)
+        assert ("'large'" in text) == (kind == "module" and rank != last)
+
+
+def on_two_routes(group: Any) -> tuple[str, bool]:
+    """The error for a loss that counts on both ranks, and whether all gradients are None then."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)))
+    x = torch.rand(8, 6, dtype=torch.float64)
+    with zb.Pipeline(zb.split(whole, example=x[:2]), "dualpipe", COUNT, Trainer(whole), group=group) as pipe:
+        with raises(zb.InputError, "meter") as caught:
+            pipe.step(x, x.cos())
+        are_none = all(parameter.grad is None for parameter in pipe.parameters())
+        with raises(zb.InputError, "meter"):
+            pipe.step(x, x.cos())
+        return str(caught.value), are_none
+
+
+def test_a_loss_that_counts_on_two_routes_is_refused(world: Ranks) -> None:
+    (first, first_none), (second, second_none) = world.run(on_two_routes, ranks=2)
+    assert first == second
+    assert first_none
+    assert second_none
 
 
 def hidden(group: Any, is_used: bool) -> str:

@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from torch import nn
 from zerobubble.errors import InputError
 from zerobubble.models.observation.units import join
 from zerobubble.runtime.values.released import guard
-from zerobubble.runtime.values.shared_values import received, sent
+from zerobubble.runtime.values.shared_values import UnknownObjectError, received, sent, with_contents
 
 State = dict[str, dict[str, Any]]
 """Values as `sent` returns them, by the name of the module and of the attribute or buffer."""
@@ -38,8 +39,9 @@ def put_late_state(model: nn.Module, state: State) -> None:
         for own, contents in values.items():
             held = module._buffers if own in module._buffers else vars(module)
             value = held.get(own)
-            if contents is not None and (contents[0] != "object" or hasattr(value, "__dict__")):
-                held[own] = received(contents, value)
+            if contents is not None:
+                with suppress(UnknownObjectError):
+                    held[own] = with_contents(value, received(contents, value))
             elif held is module._buffers and value is not None:
                 guard(value, partial(_refuse, join(name, own)), is_old=True)
 

@@ -7,18 +7,18 @@ either is a fault. The step then ends without gradients, and all ranks raise the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
 from zerobubble.runtime.stage.cut_model import CutModel, models_of
 from zerobubble.runtime.stage.hook_reads import HookReads, hook_fault
+from zerobubble.runtime.values.refusing import Refusing, RefusingList
 from zerobubble.runtime.values.stored import ABSENT
 from zerobubble.units import counted
 
@@ -60,7 +60,7 @@ class LossReads:
         self.hooks = HookReads() if hooks is None else hooks
         self._cut_model = cut_model
         self._last = None if last is None else stage_alone(last)
-        self._refusing: dict[tuple[int, str, bool], _Refusing | _RefusingList] = {}
+        self._refusing: dict[tuple[int, str, bool], Refusing | RefusingList] = {}
 
     @contextmanager
     def finding(self) -> Iterator[None]:
@@ -94,11 +94,11 @@ class LossReads:
                 else:
                     vars(place.module)[place.name] = value
 
-    def _refusing_for(self, place: SetAttribute) -> _Refusing | _RefusingList:
+    def _refusing_for(self, place: SetAttribute) -> Refusing | RefusingList:
         key = id(place.module), place.name, issubclass(place.kind, (list, tuple))
         if key not in self._refusing:
-            tensor = _Refusing.made(lambda: self._refuse_attribute(place))
-            self._refusing[key] = _RefusingList([tensor]) if key[-1] else tensor
+            tensor = Refusing.made(lambda: self._refuse_attribute(place))
+            self._refusing[key] = RefusingList([tensor]) if key[-1] else tensor
         return self._refusing[key]
 
     def _refuse_attribute(self, place: SetAttribute) -> InputError:
@@ -121,44 +121,6 @@ class LossReads:
                 remedy=self._cut_model.instead or f"{penalty}, {_ADD}, or {_RETURN}",
             )
         )
-
-
-class _Refusing(Tensor):
-    """Replaces an attribute: raises the error of `refuse` in every use."""
-
-    refuse: Callable[[], InputError]
-
-    @classmethod
-    def made(cls, refuse: Callable[[], InputError]) -> _Refusing:
-        """Returns a tensor with this error."""
-        tensor = torch.empty(0, device="cpu").as_subclass(cls)
-        tensor.__dict__["refuse"] = refuse
-        return tensor
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> NoReturn:
-        raise next(filter(None, map(_refusal_in, tree_leaves((args, kwargs)))))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise self.__dict__["refuse"]()
-
-
-class _RefusingList(list[Tensor]):
-    """Replaces a list: raises the error of the `_Refusing` inside in every use. C code, such as `torch.stack`, reads that itself."""
-
-    def _raise(self, *_: Any) -> Any:
-        refusal = _refusal_in(self)
-        assert refusal is not None
-        raise refusal
-
-    __iter__ = __len__ = __getitem__ = __contains__ = __reversed__ = __add__ = __mul__ = __eq__ = __repr__ = _raise
-    append = extend = pop = clear = index = count = copy = reverse = insert = remove = _raise
-
-
-def _refusal_in(leaf: Any) -> InputError | None:
-    """Returns the error of a `_Refusing` or a `_RefusingList`, None for any other object."""
-    tensor = list.__getitem__(leaf, 0) if isinstance(leaf, _RefusingList) else leaf
-    return tensor.__dict__["refuse"]() if isinstance(tensor, _Refusing) else None
 
 
 def refuse_model_in_loss(loss_fn: object, last: nn.Module) -> None:

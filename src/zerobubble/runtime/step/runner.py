@@ -28,6 +28,7 @@ from zerobubble.program import Program
 from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, ProgramCache, ReadyProgram, compiled_for
+from zerobubble.runtime.failure.context import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
@@ -220,7 +221,11 @@ class StepRunner:
             with self.guard.during_step(executor):  # errors name the passes of this executor from now on
                 step = self._trained(compiled, executor, batch, given, began)
         assert step.loss is not None
-        self._give_back()
+        try:
+            self._give_back()
+        except AgreedError:
+            earlier.drop(all_steps=earlier.are_lost)
+            raise
         self._num_steps += 1
         self._num_evaluations = 0
         with self.guard.during("while handing back the gradients of inputs"):
@@ -243,7 +248,10 @@ class StepRunner:
         with self.agreed_errors():
             self._stages.give_back(share if SetState.MODEL in self._losses.set_state else None)
         if SetState.LOSS in self._losses.set_state:
-            self._losses.state.put(self.gather(self._losses.state.changed(), "sharing attributes that loss_fn has set"))
+            changes = self._losses.state.changed()
+            from_all = self.gather(changes, "sharing attributes that loss_fn has set")
+            with self.agreed_errors():
+                self._losses.state.put(from_all, changes)
 
     def _trained(self, compiled: ReadyProgram, executor: Executor, batch: Batch, given: StepInputs, began: float) -> TrainingStep:
         """Plays a training step, and returns what hooks see of it."""
