@@ -14,7 +14,7 @@ import pytest
 import zerobubble as zb
 from tests.pure.test_cli import run as run_cli
 from tests.refusals import raises
-from zerobubble.explorer.answer import answer, answer_to_dict
+from zerobubble.explorer.answer import CAUSES, answer, answer_to_dict
 from zerobubble.explorer.forms import FORMS, command, file_names, needed_forms, python_lines, write_form
 from zerobubble.explorer.offers import offers
 from zerobubble.explorer.question import MOST_SECONDS, RANGES, FieldError, Question, read_question
@@ -50,7 +50,7 @@ def test_idle_time_of_ranks_with_less_work_is_imbalance() -> None:
     found = answer(Question("1f1b", ranks=4, microbatches=8, costs=json.dumps(costs.to_dict())))
     text = answer_to_dict(found)["notes"][-1]
     share = 85e6 / (4 * found.timeline.makespan)
-    assert f"imbalance {100 * share:.2f} %" in text
+    assert f"{CAUSES['imbalance']} {100 * share:.2f} %" in text
     assert text.endswith(" Ranks have 255 ms to 340 ms of work.")
     assert "of work" not in answer_to_dict(answer(Question("1f1b", ranks=4, microbatches=8)))["notes"][-1]
 

@@ -45,6 +45,14 @@ _FEWER = f"give fewer microbatches or ranks, or {BY_COMMAND}"
 _REPAIR = "repair the file, or write it anew with zerobubble make or plan"
 MOST_EXPLAINED = 30_000
 """Passes up to which idle time is explained by its causes, which plays the schedule several times."""
+CAUSES = {
+    "dependency": "no pass is ready",
+    "comm": "messages",
+    "imbalance": "less work than the busiest rank",
+    "memory": "forward passes wait to save memory",
+    "reduction": "gradient sums over replicas",
+}
+"""The causes of `zb.explain.attribute` in words."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,7 @@ def _compared(made: Answer) -> Answer | None:
     question, shape = made.question, made.schedule
     if not question.versus:
         return None
-    asked = replace(question, schedule=question.versus, ranks=shape.num_ranks, microbatches=shape.num_microbatches)
+    asked = replace(question, schedule=question.versus, ranks=shape.num_ranks, microbatches=shape.whole_microbatches)
     try:
         found = answer(replace(asked, **_shape_of_other(question), file="", file_name=""))
         if made.plan is None or question.costs:
@@ -311,7 +319,7 @@ def answer_to_dict(made: Answer) -> dict[str, Any]:
         "data": viewer_data([each for each in viewed if each is not None]),
         "name": schedule.name,
         "ranks": schedule.num_ranks,
-        "microbatches": schedule.num_microbatches,
+        "microbatches": schedule.whole_microbatches,
         "stages": schedule.placement.stages_per_rank,
         "isPlan": made.plan is not None,
         "figures": [
@@ -435,7 +443,7 @@ def _causes(made: Answer) -> str:
     """The bubble of the makespan by its causes, on the mean of the ranks, and the work of ranks that have unequal work."""
     whole = max(1, made.timeline.num_ranks * made.timeline.makespan)
     idle = attribute(made.schedule, made.costs)
-    causes = ", ".join(f"{cause} {show_percent(time / whole)}" for cause, time in idle.overall._asdict().items() if time)
+    causes = ", ".join(f"{CAUSES[cause]} {show_percent(time / whole)}" for cause, time in idle.overall._asdict().items() if time)
     works = [figures.work for figures in made.timeline.ranks]
     unequal = f" Ranks have {show_ms(min(works))} to {show_ms(max(works))} of work." if idle.overall.imbalance else ""
     return f"Why ranks are idle, in shares of the makespan on average: {causes}.{unequal}" if causes else "No rank is ever idle."
