@@ -138,6 +138,20 @@ def test_a_step_equals_one_device(world: Ranks, case: str) -> None:
     assert max(world.run(step, *STEPS[case], ranks=2)) <= EQUAL
 
 
+def planned(group: Any, placement: str) -> float:
+    """A step with a plan, which says into how many slices microbatches are cut."""
+    model, expected = on_one_device(Attention)
+    work = zb.Workload.uniform(2, times=(10, 10, 8), comm=0.5)
+    plan = zb.plan(work, 2, memory=2, placements=placement, slices=4, attention=(0.2, 0.3), evaluations=100)
+    with zb.Pipeline(build, plan, 2, loss_fn, group=group) as pipe:
+        return errors(pipe, model, pipe.step(*batch()), expected, lambda p: p.grad)
+
+
+@pytest.mark.parametrize("placement", ["linear", "vee", "looped-2"])
+def test_a_planned_step_equals_one_device(world: Ranks, placement: str) -> None:
+    assert max(world.run(planned, placement, ranks=2)) <= EQUAL
+
+
 def evaluated(group: Any) -> tuple[float, float] | None:
     inputs, targets = batch()
     with torch.no_grad():

@@ -87,7 +87,15 @@ class PipelineOptions:
     link: HostLink | None = None
     batch_dims: BatchDims | None = None
     device: torch.device | str | None = None
-    slices: int = 1
+    slices: int | None = None
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of each microbatch: those asked for, else those of the schedule."""
+        if self.slices is not None:
+            return self.slices
+        given = self.schedule.order if isinstance(self.schedule, Plan) else self.schedule
+        return given.slices if isinstance(given, Schedule) else 1
 
     @property
     def captures_steps(self) -> bool:
@@ -152,7 +160,7 @@ WANTED: dict[str, Wanted | type] = {
     "batch_dims": optional(
         Wanted("dimensions by name such as {'position_ids': 1, 'mask': None}, None for what all microbatches share", _are_dims)
     ),
-    "slices": COUNT,
+    "slices": optional(COUNT),
     "device": optional(Wanted("a device such as 'cuda' or torch.device('cuda', 1)", _is_device)),
 }
 """The requirements of each argument. Whether names exist and values match each other is checked where they are used."""
@@ -302,7 +310,7 @@ USED: Mapping[str, Callable[[PipelineOptions, Layout], bool]] = {
     "order_by": lambda options, _: options.order_by is not None,
     "offload": lambda options, _: uses_offloads(options),
     "a DividedHead": lambda options, _: _divides_head(options),
-    "slices": lambda options, _: options.slices > 1,
+    "slices": lambda options, _: options.num_slices > 1,
     "split='graph'": lambda options, _: _is_traced(options),
     "cuda_graphs": lambda options, _: bool(options.cuda_graphs),
     "cuda_graphs='step'": lambda options, _: options.captures_steps,

@@ -85,8 +85,8 @@ class Pipeline(RefusesModuleCalls):
         loss_weight: `loss_weight(target)` returns the weight of a microbatch in the mean, such as the number of tokens that count. By
             default it is the number of samples.
         slices: The number of slices into which each microbatch is cut along its sequence, dimension 1 of inputs and targets, for few long
-            sequences (docs/schedules.md). The schedule must support it, and attention must be causal and join slices, as
-            `zb.nn.CausalAttention` does.
+            sequences (docs/long-sequences.md). By default that of a plan or `Schedule`, otherwise 1. The schedule must support it, and
+            attention must be causal and join slices, as `zb.nn.CausalAttention` does.
         batch_dims: By name, the batch dimension of inputs, targets and kwargs if it is not the first; None if all microbatches share one:
             `{"position_ids": 1, "mask": None}`.
         scale: What is scaled for the mean over microbatches: each "loss" before its backward pass, or the summed "gradients", which is
@@ -172,7 +172,7 @@ class Pipeline(RefusesModuleCalls):
         link: HostLink | None = None,
         batch_dims: BatchDims | None = None,
         device: torch.device | str | None = None,
-        slices: int = 1,
+        slices: int | None = None,
     ) -> None:
         options = PipelineOptions(**{name: value for name, value in locals().items() if name != "self"})
         session = connect(options)

@@ -365,7 +365,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     if isinstance(options.transport, str):
         refuse_unknown(options.transport)
     given, planner = _what_to_play(options, peers.size)
-    schedule = schedule_for(given, peers.size, options.num_microbatches, options.slices)
+    schedule = schedule_for(given, peers.size, options.num_microbatches, options.num_slices)
     gradients = Gradients(options.main_grad)
     build = options.build_or_modules
     if isinstance(build, CutsForSchedules):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from math import isclose
 from typing import Any
 
 from zerobubble.arguments import WHOLE, Wanted, require, wrong
@@ -325,6 +326,7 @@ def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_mi
         made: Any = make(given, ranks, num_microbatches, **({"slices": slices} if slices > 1 else {}))
     elif isinstance(given, Plan):
         made = given.schedule
+        _require_equal_slices(given)
     else:
         made = given if isinstance(given, Schedule) else given(ranks, num_microbatches)
     if not isinstance(made, Schedule):
@@ -354,6 +356,17 @@ def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_mi
             remedy="give the name of a schedule, or a function (num_ranks, num_microbatches) -> Schedule, which works for any number",
         )
     return made
+
+
+def _require_equal_slices(plan: Plan) -> None:
+    """Raises `InputError` for a plan whose slices have different lengths, which pipelines cannot cut yet."""
+    lengths = [piece.tokens for piece in plan.problem.costs.slices]
+    if lengths and not isclose(min(lengths), max(lengths), rel_tol=1e-6):
+        raise InputError(
+            "pipelines cut a sequence into slices of equal length, and those of the plan have {got}",
+            got=" and ".join(f"{length:.1%}" for length in (min(lengths), max(lengths))),
+            remedy="plan with slices=N, or give the costs sliced(N)",
+        )
 
 
 def every_channel(compiled: Compiled) -> list[Channel]:
