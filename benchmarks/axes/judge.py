@@ -56,7 +56,7 @@ def judged(found: Plan, gathers: Sequence[Any] = ()) -> Judged:
     for rank, plan in enumerate(found.offloads):
         assert host is not None
         for one in plan.offloads:
-            size = _sized(columns["held_after_f"][one.stage], one.microbatch, costs)
+            size = _sized(columns, "held_after_f", one.stage, one.microbatch, costs)
             away, back = (host.latency + round(size * 10**9 / rate) for rate in (host.to_host, host.from_host))
             copies[rank] += [_Work(one.made + 1, one.freed, away), _Work(one.back, one.needed, back)]
     lanes = [[sorted(copies[rank]), []] for rank in range(schedule.num_ranks)]
@@ -77,8 +77,16 @@ def _columns(costs: Costs) -> Column:
     return {name: getattr(costs, name) for name in names} | dict(costs.further)
 
 
-def _sized(value: int, microbatch: int, costs: Costs) -> int:
-    return round(value * costs.shares[microbatch]) if costs.shares else value
+def _sized(columns: Column, name: str, stage: int, number: int, costs: Costs) -> int:
+    """A value of a column for a microbatch or slice. The share of a fused BW is the mean of those of B and W, weighted by their time."""
+    value, count = columns[name][stage], len(costs.slices) or 1
+    share = costs.shares[number // count] if costs.shares else 1.0
+    if costs.slices:
+        tokens, forward, backward, weight = costs.slices[number % count]
+        b, w = columns["backward"][stage], columns["weight"][stage]
+        of_fused = (backward * b + weight * w) / (b + w) if b + w else tokens
+        share *= {"forward": forward, "backward": backward, "weight": weight, "fused": of_fused}.get(name, tokens)
+    return round(value * share) if costs.shares or costs.slices else value
 
 
 def _played(
@@ -98,7 +106,7 @@ def _played(
             while heads[rank] < len(row):
                 here = heads[rank]
                 op = row[here]
-                needs = list(_needs(op, schedule, columns, present))
+                needs = [*_needs(op, schedule, columns, present, costs), *_other_slices(op, schedule, present)]
                 if any(need not in ends for need, _ in needs):
                     break
                 for which, works in enumerate(lanes[rank]):
@@ -110,7 +118,7 @@ def _played(
                         done[rank][which] += 1
                 starts[op] = max([free[rank], ready[rank][here], *(ends[need] + delay for need, delay in needs)])
                 names = ("fused",) if op.kind == "BW" and "fused" in columns else TIMES[op.kind]
-                takes = sum(_sized(columns[name][op.stage], op.microbatch, costs) for name in names)
+                takes = sum(_sized(columns, name, op.stage, op.microbatch, costs) for name in names)
                 free[rank] = ends[op] = starts[op] + takes
                 heads[rank] += 1
                 moved = True
@@ -118,7 +126,7 @@ def _played(
     return starts, ends
 
 
-def _needs(op: Op, schedule: Schedule, columns: Column, present: set[Op]) -> Iterator[tuple[Op, int]]:
+def _needs(op: Op, schedule: Schedule, columns: Column, present: set[Op], costs: Costs) -> Iterator[tuple[Op, int]]:
     """The passes that must be over before one, each with how long what it leaves is on its way."""
     kind, stage, j = op
     home, last = schedule.placement.routes[0], schedule.num_stages - 1
@@ -128,7 +136,8 @@ def _needs(op: Op, schedule: Schedule, columns: Column, present: set[Op]) -> Ite
         return Op(Kind(other), where, j)
 
     def link(where: int) -> int:
-        return columns["comm"][where] if home[where] != home[where + 1] else 0
+        time = _sized(columns, "comm", where, j, replace(costs, shares=()))  # messages of unequal microbatches take equally long
+        return time if home[where] != home[where + 1] else 0
 
     def way(where: int, to: int) -> int:
         return columns["collective"][where] if home[where] != home[to] else 0
@@ -154,6 +163,15 @@ def _needs(op: Op, schedule: Schedule, columns: Column, present: set[Op]) -> Ite
         yield from heads(("S",) if kind == "T" else ("SL",))
 
 
+def _other_slices(op: Op, schedule: Schedule, present: set[Op]) -> Iterator[tuple[Op, int]]:
+    """The pass of another slice of the microbatch that must be over before one: F in order, B in reverse order."""
+    kind, stage, j = op
+    if kind == "F" and j % schedule.slices:
+        yield Op(kind, stage, j - 1), 0
+    if kind in ("B", "BW") and (j + 1) % schedule.slices:
+        yield next(Op(Kind(name), stage, j + 1) for name in ("B", "BW") if Op(Kind(name), stage, j + 1) in present), 0
+
+
 def _peaks(found: Plan, columns: Column) -> Iterator[int]:
     """The most that each device holds: after each pass, and while it runs what a forward takes from its start."""
     costs, away = found.costs, found.offloads or [None] * found.schedule.num_ranks
@@ -166,13 +184,13 @@ def _peaks(found: Plan, columns: Column) -> Iterator[int]:
             before = now
         for one in plan.offloads if plan else ():
             for step in range(one.freed, one.back):
-                held[step] -= _sized(columns["held_after_f"][one.stage], one.microbatch, costs)
+                held[step] -= _sized(columns, "held_after_f", one.stage, one.microbatch, costs)
         yield max(held, default=0)
 
 
 def _change(op: Op, columns: Column, costs: Costs, again: bool) -> int:
     def size(name: str) -> int:
-        return _sized(columns[name][op.stage], op.microbatch, costs) if name in columns else 0
+        return _sized(columns, name, op.stage, op.microbatch, costs) if name in columns else 0
 
     saved, pending, kept, head = (size(name) for name in ("held_after_f", "held_after_b", "held_input", "held_head"))
     changes = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -187,6 +187,10 @@ class Costs(Displayed):
     def require_alike(self, what: str) -> None:
         """Raise `InputError` for costs with shares or slices, which `what` does not support."""
         self.require_whole(what)
+        self.require_equal(what)
+
+    def require_equal(self, what: str) -> None:
+        """Raise `InputError` for costs with shares, which `what` does not support."""
         if self.shares:
             raise InputError("{what} needs equal microbatches, not {got} shares", what=what, got=len(self.shares), remedy="leave them out")
 
@@ -234,6 +238,28 @@ class Costs(Displayed):
         """
         lengths = (1 / slices,) * slices if isinstance(slices, int) else slices
         return replace(self, slices=slices_of(lengths, *attention))
+
+    @property
+    def mean_slice(self) -> Costs:
+        """These costs for a slice of mean size, without `slices`; the costs themselves if there are none."""
+        return self._of_slice(lambda shares: sum(shares) / len(shares))
+
+    @property
+    def least_slice(self) -> Costs:
+        """As `mean_slice`, with the least of all slices in each column."""
+        return self._of_slice(min)
+
+    def _of_slice(self, share: Callable[[list[float]], float]) -> Costs:
+        """Return costs of whole microbatches as short as a slice: in each column, one `share` for those of all slices."""
+        if not self.slices:
+            return self
+        whole, numbers = replace(self, shares=()), range(len(self.slices))
+
+        def sized(name: str, values: Sequence[int]) -> list[int]:
+            return [round(value * share([whole._share(name, at, number) for number in numbers])) for at, value in enumerate(values)]
+
+        columns = {name: sized(name, values) for name, values in {"comm": self.comm, **self._sized_columns()}.items()}
+        return replace(self, slices=()).with_columns(**columns)
 
     def time(self, kind: Kind, stage: int, microbatch: int | None = None) -> int:
         """Return the time of a pass in ns. Costs with shares need the microbatch.

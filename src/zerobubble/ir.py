@@ -338,6 +338,11 @@ class WithHeader(Displayed):
     def num_stages(self) -> int:
         return self.placement.num_stages
 
+    @property
+    def whole_microbatches(self) -> int:
+        """Number of microbatches, each with all its slices."""
+        return self.num_microbatches // self.slices
+
 
 @takes()
 @dataclass(frozen=True, repr=False)

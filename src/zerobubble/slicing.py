@@ -55,6 +55,22 @@ def slices_of(lengths: Sequence[float], forward: float = 0.0, backward: float = 
     return tuple(Slice(end - begin, _time(begin, end, forward), _time(begin, end, backward), end - begin) for begin, end in pairwise(edges))
 
 
+def equal_slices(count: int) -> tuple[Slice, ...]:
+    """Return `count` slices of equal length without attention between tokens; none for 1."""
+    return slices_of((1 / count,) * count) if count > 1 else ()
+
+
+def attention_in(slices: Sequence[Slice]) -> tuple[float, float]:
+    """Return the shares of F and of B that attention between tokens takes in at least two slices made by `slices_of`.
+
+    >>> attention_in(slices_of((0.5, 0.25, 0.25), forward=0.5, backward=0.25))
+    (0.5, 0.25)
+    """
+    last = slices[-1]
+    more = 1 - (1 - last.tokens) ** 2 - last.tokens
+    return (last.forward - last.tokens) / more, (last.backward - last.tokens) / more
+
+
 def _time(begin: float, end: float, attention: float) -> float:
     return (1 - attention) * (end - begin) + attention * (end**2 - begin**2)
 

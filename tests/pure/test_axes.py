@@ -29,6 +29,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "head": {"head": Head((1, 1, 1))},
     "host": {"host": HostLink(1e9, 1e9)},
     "fused": {"work": zb.Workload.uniform(2, (3, 3, 2), comm=1, fused=4)},
+    "slices": {"slices": 2},
     "period": {"objective": "period"},
 }
 """What asks `zb.plan` for each axis; errors of times are asked of what is planned."""

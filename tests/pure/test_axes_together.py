@@ -40,6 +40,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "head": {"head": Head((4, 4, 4), held=1e6, collective=0.1, slowdown=1.1)},
     "host": {"host": HostLink(6e9, 6e9, 1000)},
     "fused": {"work": zb.Workload.uniform(2, (10, 10, 8), comm=0.3, fused=15)},
+    "slices": {"slices": 3, "attention": (0.2, 0.3)},
     "period": {"objective": "period"},
 }
 PAIRS = [pair for pair in combinations(ASKED, 2) if pair not in NOT_TOGETHER]

@@ -124,5 +124,3 @@ def test_wrong_slices_are_refused() -> None:
         COSTS.sliced(2, attention=(1.5, 0.0))
     with raises(zb.InputError, 2):
         to_torch_csv(zb.make("1f1b", 2, 4, slices=2))
-    with raises(zb.InputError, 4):
-        zb.plan(replace(COSTS.sliced(4), placement=zb.Placement.linear(4)), 4, placements=zb.Placement.linear(4), seconds=0)

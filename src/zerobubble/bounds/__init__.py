@@ -17,13 +17,16 @@ With recomputation, time limits the R passes, and so the memory that they can sa
 Microbatches with `Costs.shares` are not equal. Removing some of them from a schedule leaves a schedule of the others, which is
 no shorter than one of equal microbatches of the smallest remaining share. In addition, every rank has to do all its work.
 
+Slices of a sequence count as microbatches of their own, and the B of the last stage waits for the F of all slices (`slices`).
+
 A BW is a B with its W immediately after. It never holds more than F saved, so no bound counts more pending bytes than that. Overlapped
 passes count without the time that they can hide, and W with no more than a BW takes beyond its B (`overlap`).
 """
 
 from zerobubble.bounds.bound import Bound, Bounds
-from zerobubble.bounds.certificate import lower_bounds, shortage
+from zerobubble.bounds.certificate import shortage
 from zerobubble.bounds.divided_head import bounds_with_divided_head
+from zerobubble.bounds.lower import lower_bounds
 from zerobubble.bounds.recompute import bounds_with_recompute, shortage_with_recompute
 
 __all__ = ["Bound", "Bounds", "bounds_with_divided_head", "bounds_with_recompute", "lower_bounds", "shortage", "shortage_with_recompute"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from zerobubble.arguments import WHOLE, optional, takes
+from zerobubble.arguments import takes
 from zerobubble.bounds.bound import Bound, Bounds, strongest
 from zerobubble.bounds.chain import (
     ChainNeeds,
@@ -39,7 +39,6 @@ from zerobubble.bounds.reasons import (
     starts_reason,
     work_reason,
 )
-from zerobubble.bounds.sums import with_sums
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement
@@ -52,21 +51,11 @@ MOST_THRESHOLDS = 8
 """Thresholds on the share for which a bound is computed."""
 
 
-@takes(placement=Placement, num_microbatches=WHOLE, costs=Costs, limits=optional(Limits))
-def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
-    """Computes lower bounds on span and makespan; `limits=None` stands for unlimited memory.
-
-    If overlapped passes hide time (`Costs.hidden`), or a BW takes less than B and W (`Costs.fused`), the bounds hold for schedules with
-    such steps, too. If `shortage` finds that nothing fits, the bounds are computed for a limit that holds one microbatch. Microbatches with
-    shares may come in any order. The sums over replicas of `costs` count. Raises `InputError` for arguments that do not match, and for a
-    placement of several routes.
-    """
-    passes = bounds_with_delay(placement, num_microbatches, costs, limits, 0)
-    return with_sums(passes, placement, num_microbatches, costs)
-
-
 def bounds_with_delay(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, delay: int) -> Bounds:
-    """Like `lower_bounds`, with `delay` ns between the last stage's F and its B. The delay is ignored if there are shares."""
+    """Like `lower_bounds` for whole microbatches, with `delay` ns between the last stage's F and its B, and without sums over replicas.
+
+    With shares, the delay is ignored.
+    """
     check_parts(placement, costs, limits)
     costs.require_whole("a bound")
     if num_microbatches < 1:

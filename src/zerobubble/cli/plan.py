@@ -25,6 +25,7 @@ from zerobubble.cli.inputs.options import (
     RECOMPUTATION,
     SEARCH,
     SHARDED,
+    SLICES,
     WORK,
     Bytes,
     NumberRange,
@@ -41,6 +42,7 @@ from zerobubble.cli.inputs.options import (
     picture_options,
     refuse_together,
     require_with,
+    slice_counts,
 )
 from zerobubble.cli.inputs.problem import (
     Question,
@@ -70,6 +72,7 @@ from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, show_levels
 from zerobubble.planning.problem.workload import limits_for
 from zerobubble.planning.sensitivity import what_if, what_if_text
+from zerobubble.slicing import attention_in
 from zerobubble.units import show_bytes, show_percent, show_range
 from zerobubble.whole_files import write_text
 
@@ -137,6 +140,20 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         section=RECOMPUTATION,
         metavar="NAME:TIME:BYTES,...",
         help=f"Levels: time of R over F, and share of bytes kept; by default {show_levels(LEVELS)}.",
+    )
+    slices: tuple[int, ...] | str = option(
+        "--slices",
+        section=SLICES,
+        callback=slice_counts,
+        metavar="N,N,...|auto",
+        help="Slices of each microbatch, for few long sequences: a number, or several to choose from; auto tries 1, 2, 4, 8 and 16.",
+    )
+    attention: tuple[float, ...] = option(
+        "--attention",
+        section=SLICES,
+        callback=numbers,
+        metavar="F,B",
+        help="Shares of F and of B that attention between tokens takes, such as 0.2,0.3.",
     )
 
     @property
@@ -219,6 +236,7 @@ def plan_command(
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
       zerobubble plan -p 8 -m 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
       zerobubble plan -p 4 -m 8 --times 10,10,10 --memory 2 --offload 5
+      zerobubble plan -p 8 -m 4 --times 30,30,20 --memory 4 --slices auto --attention 0.2,0.3
       zerobubble plan -p 8 -m 24 --times 10,10,8 --memory 10 --head 15,15,15 --head-slowdown 1.2
     """
     if config is not None:
@@ -268,6 +286,7 @@ def _answer(
     question = read_question("plan", work, search)
     known = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
     if question.problem is not None:
+        known["slices"] = question.problem.slices > 1
         recomputation = question.problem.recomputation if options.recompute is None else None
         others = {"sharded": question.problem.sharded, "host": question.problem.host, "recompute": recomputation}
         known |= {axis: value is not None for axis, value in others.items()}
@@ -278,6 +297,7 @@ def _answer(
         require_with("offload", "--memory", "")
     extras: dict[str, Any] = {"baseline": options.baseline, "sharded": sharded.sharded(question.problem, options.within / 100)}
     extras |= {"shares": options.shares or question.shares, "links": options.links, "head": placed, "host": link}
+    extras |= _slices(options, question)
     if extras["sharded"] is None:
         require_with("within", "--weights", "give their sizes")
     extras |= _recomputation(options, question)
@@ -286,6 +306,13 @@ def _answer(
         found = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
     answer = Answer(found, {}, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, _sizes(question, options))))
     return _with_memory(answer, None if options.rank_bytes is None else DeviceMemory(options.rank_bytes))
+
+
+def _slices(options: PlanOptions, question: Question) -> dict[str, Any]:
+    """Returns the slices and the attention of the options, else those of the plan file."""
+    known = () if question.problem is None else question.problem.costs.slices
+    attention = attention_in(known) if known and not options.attention else options.attention
+    return {"slices": options.slices or len(known) or 1, "attention": attention}
 
 
 _FLAGS = {
@@ -299,6 +326,7 @@ _FLAGS = {
     "head": "--head",
     "host": "--offload",
     "fused": "--fused",
+    "slices": "--slices",
     "period": "--objective period",
     "what_if": "--what-if",
 }
@@ -310,6 +338,7 @@ _WORDS = {
     "head": "the head",
     "host": "the offload",
     "fused": "the time of BW",
+    "slices": "the slices",
 }
 """The part of a file for each axis."""
 
@@ -323,6 +352,7 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
         "sharded": sharded.weights is not None,
         "shares": bool(options.shares),
         "recompute": options.recompute in ("full", "auto") or options.levels is not None,
+        "slices": bool(options.slices),
         "period": search.objective == Objective.PERIOD,
         "what_if": options.what_if is not None,
     }

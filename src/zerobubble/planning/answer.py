@@ -231,7 +231,9 @@ class Plan(Displayed):
         than = "as short as the winner" if longer == show_percent(0) else f"{longer} longer than the winner"
         bubbles = f"bubble {show_percent(simple.bubble_at(simple.time))}"
         stages = f" --stages-per-rank {simple.placement.stages_per_rank}" if SCHEDULES[simple.how].any_stages else ""
-        shape = f"--ranks {simple.placement.num_ranks} --microbatches {simple.problem.num_microbatches}{stages}"
+        slices = f" --set slices={simple.problem.slices}" if simple.problem.slices > 1 else ""
+        microbatches = simple.problem.num_microbatches // simple.problem.slices
+        shape = f"--ranks {simple.placement.num_ranks} --microbatches {microbatches}{stages}{slices}"
         show = f"zerobubble show {simple.how} {shape}"
         return f"Simple choice: {simple.how}, a published schedule, is {than} ({bubbles}) and needs no file: {show}"
 

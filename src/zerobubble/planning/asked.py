@@ -18,6 +18,7 @@ from zerobubble.planning.axes.host import HostChoices
 from zerobubble.planning.axes.recompute import RecomputeChoices
 from zerobubble.planning.axes.sharded import ShardedChoices
 from zerobubble.planning.axes.shares import SharesChoices
+from zerobubble.planning.axes.slices import SlicesAsked, SlicesChoices
 from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.from_work import Memory
 from zerobubble.planning.problem.head import Head, has_parts
@@ -40,6 +41,7 @@ class AskedAxes:
     speeds: tuple[float, ...]
     links: tuple[float, ...]
     baseline: str | None
+    slices: SlicesAsked
 
     @classmethod
     def read(
@@ -54,13 +56,14 @@ class AskedAxes:
         speeds: Sequence[float],
         links: Sequence[float],
         baseline: str | None,
+        slices: SlicesAsked,
     ) -> AskedAxes:
         """Reads the arguments; shares and measured levels may be in the costs. Raises `InputError` for those that cannot be used."""
         measured = work.levels if isinstance(work, Costs) and recompute != "none" else ()
         offered = levels_for(recompute, measured or None if levels is None else levels)
         in_costs = work.shares if isinstance(work, Costs) else ()
         of_ranks, of_links = as_tuple("plan: speeds", speeds, EACH_RANK), as_tuple("plan: links", links, EACH_LINK)
-        return cls(tuple(shares) or in_costs, sharded, tuple(offered), head, host, of_ranks, of_links, baseline)
+        return cls(tuple(shares) or in_costs, sharded, tuple(offered), head, host, of_ranks, of_links, baseline, slices)
 
     def has_head(self, work: Work) -> bool:
         """Whether a head is planned, given or in the costs."""
@@ -90,6 +93,7 @@ class AskedAxes:
             for name in ("speeds", "links", "baseline", "sharded", "shares", "head", "host")
             if getattr(self, name) not in (None, ())
         }
+        given |= {"slices": "slices"} if self.slices.counts or (isinstance(work, Costs) and work.slices) else {}
         given |= {"layers": "a cut of layers"} if of_layers else {}
         given |= {"recompute": "recompute"} if self.offered else {}
         given |= {"head": "the head in the costs"} if self.head is None and self.has_head(work) else {}
@@ -99,7 +103,7 @@ class AskedAxes:
     def choices(self, problems: Mapping[str, Problem], head_parts: HeadParts | None) -> list[ChoicesOfAxis]:
         """The choices of all axes asked for, the outermost first."""
         some = next(iter(problems.values()))
-        axes: list[ChoicesOfAxis] = []
+        axes: list[ChoicesOfAxis] = [SlicesChoices(self.slices)] if self.slices.counts else []
         if some.sharded is not None:
             axes.append(ShardedChoices(tuple((problem.placement, sharding(problem)) for problem in problems.values())))
         if self.host is not None:

@@ -198,10 +198,12 @@ class Attempt:
 
 
 def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
-    """The schedules of the papers' heuristics that apply to `problem`.
+    """The schedules of the papers' heuristics that apply to `problem`; none apply to slices.
 
     None if that takes more than `seconds`, unless the heuristic is compiled and the problem is of a usual size.
     """
+    if problem.slices > 1:
+        return
     if problem.num_passes > (max(PASSES_AT_ONCE, seconds * PASSES_PER_SECOND) if isfinite(seconds) else PASSES_WITHOUT_CLOCK):
         if isfinite(seconds) and seconds >= COMPILED_SECONDS and problem.num_passes <= PASSES_WITHOUT_CLOCK and find_spec("llvmlite"):
             from zerobubble.planning.kernels.vee_greedy import vee_greedy
@@ -221,7 +223,7 @@ def start_attempt(
 
     The first is always made, further ones until half of the budget is spent. If none fits, the attempt has no schedule.
     """
-    problem.costs.require_alike("this planner, unlike plan(shares=...),")
+    problem.costs.require_equal("this planner, unlike plan(shares=...),")
     started = perf_counter()
     bound = problem.bound() if known is None else known
     if problem.shortage_reason:
@@ -259,8 +261,8 @@ def with_sharper_bound(attempt: Attempt, budget: Budget) -> Attempt:
 
 
 def bound_by_windows(problem: Problem, known: Bound, budget: Budget) -> Bound:
-    """The window bound if it is above the `known` one; `known` if the budget is empty or too small for the problem."""
-    if not budget.lasts_for_windows(problem):
+    """The window bound if it is above the `known` one; `known` if the budget is empty or too small for the problem, and for slices."""
+    if problem.slices > 1 or not budget.lasts_for_windows(problem):
         return known
     bound: Bound = load_kernels().sharper_bound(problem.without_savings, known)
     if bound.time > known.time and (remark := problem.remark_on_savings):
@@ -295,7 +297,7 @@ def with_serial_schedule(attempt: Attempt) -> Attempt:
     if not attempt.has_no_schedule:
         return attempt
     started, problem = perf_counter(), attempt.plan.problem
-    alone = with_recompute_passes(serial_schedule(problem.placement, problem.num_microbatches), problem)
+    alone = with_recompute_passes(serial_schedule(problem.placement, problem.num_microbatches, problem.slices), problem)
     plan = Plan.from_schedule(problem, attempt.plan.bound, alone, 0.0, alone.name)
     return replace(attempt, plan=replace(plan, seconds=attempt.plan.seconds + perf_counter() - started))
 

@@ -177,7 +177,7 @@ def _estimate(candidate: Candidate) -> tuple[bool, float]:
 
     Every R is a part of its B.
     """
-    problem = candidate.problem
+    problem = candidate.problem.of_mean_slices
     placement, costs = problem.placement, with_recompute_in_backward(problem).costs
     hold, needs, work = 0, [0.0] * placement.num_ranks, [0] * placement.num_ranks
     for stage in reversed(range(placement.num_stages)):

@@ -65,8 +65,8 @@ def _published(attempt: Attempt) -> Iterator[Plan]:
 def _as_published(plan: Plan) -> Iterator[Plan]:
     """The schedule as it was published, if that fits the memory."""
     problem, name = plan.problem, plan.how
-    placement = problem.placement
-    made = SCHEDULES[name].build(placement.num_ranks, problem.num_microbatches, placement.stages_per_rank)
+    placement, slices = problem.placement, {"slices": problem.slices} if problem.slices > 1 else {}
+    made = SCHEDULES[name].build(placement.num_ranks, problem.num_microbatches // problem.slices, placement.stages_per_rank, **slices)
     try:
         yield Plan.from_schedule(problem, plan.bound, replace(made, placement=placement), 0.0, name)
     except ScheduleError:

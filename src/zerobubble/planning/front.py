@@ -17,6 +17,7 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.asked import AskedAxes
 from zerobubble.planning.attempt import Budget, ProgressCallback, as_budget
 from zerobubble.planning.axes.head import HeadParts, given_head
+from zerobubble.planning.axes.slices import SlicesAsked
 from zerobubble.planning.competition import compete
 from zerobubble.planning.cut_plan import OtherAxes, plan_cuts
 from zerobubble.planning.layer_plan import LayerProblem, plan_layers, problems_of_layers
@@ -44,6 +45,8 @@ LAYERS = each(Layer)._replace(accepts=lambda given: each(Layer).accepts(given) a
     shares=each(NUMBER),
     recompute=str,
     levels=optional(each(instance(Level))),
+    slices=either(COUNT, instance(str, Sequence)),
+    attention=each(NUMBER),
     head=optional(Head),
     host=optional(HostLink),
 )
@@ -66,6 +69,8 @@ def plan(
     host: HostLink | None = None,
     speeds: Sequence[float] = (),
     links: Sequence[float] = (),
+    slices: int | str | Sequence[int] = 1,
+    attention: Sequence[float] = (),
     progress: ProgressCallback | None = None,
 ) -> Plan:
     """Finds the shortest schedule over `placements`, with a proven lower bound and a reason for each of them.
@@ -79,7 +84,7 @@ def plan(
     Arguments:
         work: the work of ranks (`Workload`), the costs of stages (`Costs`), for example measured by `Pipeline.profile`, or the costs of a
             model's layers, a sequence of `zb.partition.Layer` such as `zb.split(model).layers()`.
-        num_microbatches: slices of each batch.
+        num_microbatches: parts of each batch along its samples.
         memory: memory of each rank for activations: a number of microbatches of all its stages, bytes with a unit, such as "40GB", or
             `Limits` with the bytes of each rank; None for as much as it takes. For layers it includes their parameters: in microbatches,
             those of an equal share of the layers.
@@ -108,6 +113,10 @@ def plan(
             copies take as long on any rank. Default: 1 for all.
         links: speed of each link between ranks for messages: between ranks 0 and 1 first, between the last rank and rank 0 last. At speed
             0.5 messages take twice as long, for example between two hosts; collectives of a divided head do not change. Default: 1 for all.
+        slices: number of slices of equal length into which each microbatch is cut along its sequence, for few long sequences; several
+            numbers to choose from, or "auto" for 1, 2, 4, 8 and 16. Models must be causal: see docs/long-sequences.md.
+        attention: with slices, the shares of the times of F and of B that attention between tokens takes. Attention of later slices takes
+            longer. Default: none.
         progress: called with the progress of the search.
 
     >>> import zerobubble as zb
@@ -120,7 +129,8 @@ def plan(
     """
     default = Objective.PERIOD if host is None else Objective.MAKESPAN
     aim, budget = default if objective is None else Objective.named(objective), as_budget(seconds, evaluations)
-    asked = AskedAxes.read(work, shares, sharded, recompute, levels, head, host, speeds, links, baseline)
+    in_slices = SlicesAsked.read(slices, attention)
+    asked = AskedAxes.read(work, shares, sharded, recompute, levels, head, host, speeds, links, baseline, in_slices)
     asked.refuse(work, memory, aim)
     if is_forward_only(work) and not asked.has_head(work):
         work, memory = without_held(work), memory if isinstance(memory, (str, Limits)) else None

@@ -32,7 +32,11 @@ MOST_PASSES = 60_000
 
 
 def with_few_microbatches(problem: Problem) -> Problem | None:
-    """Returns `problem` with few microbatches, whose schedule can be lengthened; None if it has hardly more, or too many passes."""
+    """Returns `problem` with few microbatches, whose schedule can be lengthened; None for slices, and if it has hardly more, or too many
+    passes.
+    """
+    if problem.slices > 1:
+        return None
     ranks = problem.placement.num_ranks
     few = replace(problem, num_microbatches=2 * ranks + FEW_BEYOND)
     return few if problem.num_microbatches > max(LONG * ranks, few.num_microbatches) and few.num_passes <= MOST_PASSES else None

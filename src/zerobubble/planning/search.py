@@ -58,7 +58,7 @@ def search(
     the best so far. Seeds that exceed the limits are ignored. Raises `InputError` if llvmlite is missing, if a seed has another placement
     or number of microbatches, and if not even one microbatch fits in memory.
     """
-    problem.costs.require_alike("the search for orders of passes")
+    problem.costs.require_equal("the search for orders of passes")
     kernels = load_kernels()
     for other in seeds:
         problem.require_schedule(other, "seed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, count
@@ -10,6 +11,7 @@ from math import inf
 from statistics import fmean
 
 from zerobubble.bounds.overlap import fusing_saves
+from zerobubble.errors import InputError
 from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Kind
@@ -27,7 +29,7 @@ def published_schedules(placement: Placement, num_microbatches: int) -> Iterator
 
 def overlapped_seeds(problem: Problem) -> Iterator[Schedule]:
     """Yields the published schedules with overlapped steps that fit the memory; none if overlap hides no time."""
-    if not any(problem.costs.hidden) or problem.recomputation is not None:
+    if not any(problem.costs.hidden) or problem.recomputation is not None or problem.slices > 1:
         return
     placement = problem.placement
     for recipe in _recipes(placement, problem.num_microbatches):
@@ -52,16 +54,19 @@ def ranked_seeds(problem: Problem, seconds: float = inf) -> Iterator[Schedule]:
     Closed forms estimate memory and bubble: schedules that should fit come first, in order of their bubble. If `seconds` are enough for a
     search but not for a seed, only the first is made, and only if it nearly fills the memory. Otherwise a search is the better use of time.
     """
-    recipes = sorted(_recipes(problem.placement, problem.num_microbatches), key=lambda recipe: _estimate(recipe, problem))
+    mean, slices = problem.of_mean_slices, problem.slices
+    recipes = sorted(_recipes(problem.placement, problem.num_microbatches, slices), key=lambda recipe: _estimate(recipe, mean))
     if SEARCH_SECONDS * problem.num_passes <= seconds < MAKE_SECONDS * problem.num_passes:
-        recipes = [recipe for recipe in recipes[:1] if WELL_FILLED <= _fill(recipe, problem) <= 1]
+        recipes = [recipe for recipe in recipes[:1] if WELL_FILLED <= _fill(recipe, mean) <= 1]
+    if slices > 1:
+        return (made for recipe in recipes for made in _over_slices(recipe, problem))
     return (_built(recipe, problem.placement, problem.num_microbatches) for recipe in recipes)
 
 
 def estimate_of_best_seed(problem: Problem, bound: int) -> tuple[bool, float]:
     """Returns whether the first of `ranked_seeds` should exceed the memory, and its estimated time in ns, at least `bound`."""
-    recipes = _recipes(problem.placement, problem.num_microbatches)
-    over, bubble = min((_estimate(recipe, problem) for recipe in recipes), default=(True, inf))
+    recipes, mean = _recipes(problem.placement, problem.num_microbatches, problem.slices), problem.of_mean_slices
+    over, bubble = min((_estimate(recipe, mean) for recipe in recipes), default=(True, inf))
     return over, max(bound, problem.work / problem.placement.num_ranks + bubble)
 
 
@@ -85,12 +90,26 @@ def _mean_setting(problem: Problem) -> Setting:
     return Setting(ranks, problem.num_microbatches, problem.placement.stages_per_rank, f, b, w, c=0)
 
 
-def _recipes(placement: Placement, num_microbatches: int) -> Iterator[Recipe]:
-    """Yields the recipes that place their stages as `placement` does."""
-    ranks, stages = placement.num_ranks, placement.stages_per_rank
+def _recipes(placement: Placement, num_microbatches: int, slices: int = 1) -> Iterator[Recipe]:
+    """Yields the recipes that place their stages as `placement` does, of those for the `slices` of each microbatch."""
+    ranks, stages, whole = placement.num_ranks, placement.stages_per_rank, num_microbatches // slices
     for recipe in SCHEDULES.values():
-        if recipe.trains and recipe.allows(ranks, num_microbatches, stages) and _places_like(recipe, placement):
+        if slices > 1 and SLICES not in recipe.options:
+            continue
+        if recipe.trains and recipe.allows(ranks, whole, stages) and _places_like(recipe, placement):
             yield recipe
+
+
+SLICES = "slices"
+"""The option of recipes that can cut microbatches into slices of their sequence."""
+
+
+def _over_slices(recipe: Recipe, problem: Problem) -> Iterator[Schedule]:
+    """Yields the schedule over the slices of `problem`, or nothing if the recipe needs more of them."""
+    placement, microbatches = problem.placement, problem.num_microbatches // problem.slices
+    with suppress(InputError):
+        made = recipe.build(placement.num_ranks, microbatches, placement.stages_per_rank, **{SLICES: problem.slices})
+        yield replace(made, placement=placement)
 
 
 def _built(recipe: Recipe, placement: Placement, num_microbatches: int) -> Schedule:
@@ -148,12 +167,17 @@ def _on_few_ranks(placement: Placement) -> Placement:
     return next((family(name, MANY_RANKS + ranks % 2) for name in names if family(name, ranks).routes == placement.routes), placement)
 
 
-def serial_schedule(placement: Placement, num_microbatches: int) -> Schedule:
-    """Returns a schedule that finishes each microbatch before the next one starts: slow, but legal if one microbatch fits in memory."""
+def serial_schedule(placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
+    """Returns a schedule that finishes each microbatch before the next one starts: slow, but legal if one microbatch fits in memory.
+
+    `num_microbatches` counts the `slices` of all microbatches.
+    """
     home = placement.routes[0]
-    passes = [(Kind.F, stage) for stage in range(len(home))] + [(Kind.BW, stage) for stage in reversed(range(len(home)))]
-    rows = tuple(
-        tuple(Op(kind, stage, j) for j in range(num_microbatches) for kind, stage in passes if home[stage] == rank)
-        for rank in range(placement.num_ranks)
-    )
-    return Schedule("one by one", placement, num_microbatches, rows)
+    rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
+    for first in range(0, num_microbatches, slices):
+        numbers = range(first, first + slices)
+        for stage, rank in enumerate(home):
+            rows[rank] += [Op(Kind.F, stage, j) for j in numbers]
+        for stage, rank in reversed([*enumerate(home)]):
+            rows[rank] += [Op(Kind.BW, stage, j) for j in reversed(numbers)]
+    return Schedule("one by one", placement, num_microbatches, tuple(map(tuple, rows)), slices=slices)

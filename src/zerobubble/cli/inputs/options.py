@@ -24,7 +24,7 @@ from zerobubble.whole_files import require_suffix, require_writable, unusable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Value = TypeVar("Value")
-WORK, SEARCH, LAYERS, RECOMPUTATION, OUTPUT = "Problem", "Search", "Layers", "Recomputation", "Output"
+WORK, SEARCH, LAYERS, RECOMPUTATION, SLICES, OUTPUT = "Problem", "Search", "Layers", "Recomputation", "Slices of a sequence", "Output"
 SHARDED, HEAD, CLUSTER, OFFLOAD = "Sharded weights", "Head", "A model on a cluster", "Offload"
 """Sections of options in the help of commands."""
 
@@ -126,6 +126,15 @@ def numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
         return () if value is None else tuple(map(float, value.split(",")))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers, such as 1,4,1,1", ctx, param) from None
+
+
+def slice_counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | str:
+    """Reads numbers of slices separated by commas, or `auto`; empty if not given."""
+    if value is None or value == "auto":
+        return value or ()
+    if not all(part.strip().isdecimal() for part in value.split(",")):
+        raise click.BadParameter(f"{value!r} is no number of slices, such as 4, nor several, such as 1,4,8, nor auto", ctx, param)
+    return tuple(map(int, value.split(",")))
 
 
 def factors(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:

@@ -218,7 +218,7 @@ def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Pr
     ranks = problem.placement.num_ranks
     if work.ranks not in (None, ranks):
         raise misfit("--ranks", work.ranks, f"{work.costs_file}, a plan for {ranks} ranks")
-    _, microbatches = require_shape(command, ranks, problem.num_microbatches if work.microbatches is None else work.microbatches)
+    _, microbatches = require_shape(command, ranks, problem.whole_microbatches if work.microbatches is None else work.microbatches)
     limits = None if has_ample_memory(problem) else problem.limits
     if problem.workload is not None:
         return Question(problem.workload, microbatches, named_placements(search, ranks, microbatches), problem, limits)

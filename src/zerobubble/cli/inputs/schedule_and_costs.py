@@ -22,6 +22,7 @@ from zerobubble.planning.problem.problem import Problem, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import known_schedules, make
 from zerobubble.simulation import period, simulate
+from zerobubble.slicing import Slice, equal_slices
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_bytes, show_range
 
@@ -111,7 +112,7 @@ def find_schedule(name: str, shape: Shape, given_costs: CostOptions | None = Non
         raise misfit("--set", f"{next(iter(shape.options))}=...", f"the file {name}")
     schedule = given.schedule
     wanted = {"--ranks": shape.ranks, "--microbatches": shape.microbatches, "--stages-per-rank": shape.stages_per_rank}
-    actual = (schedule.num_ranks, schedule.num_microbatches, schedule.placement.stages_per_rank)
+    actual = (schedule.num_ranks, schedule.whole_microbatches, schedule.placement.stages_per_rank)
     for (option, value), has in zip(wanted.items(), actual, strict=True):
         if value not in (None, has):
             raise misfit(option, value, f"{name}, which has {has}")
@@ -123,7 +124,7 @@ def _with_shape_of_costs(shape: Shape, given: CostOptions | None) -> Shape:
     document = None if given is None else given.document
     if isinstance(document, Plan):
         known = document.schedule
-        return replace(shape, ranks=shape.ranks or known.num_ranks, microbatches=shape.microbatches or known.num_microbatches)
+        return replace(shape, ranks=shape.ranks or known.num_ranks, microbatches=shape.microbatches or known.whole_microbatches)
     placement = document.placement if isinstance(document, Costs) else None
     return shape if placement is None else replace(shape, ranks=shape.ranks or placement.num_ranks)
 
@@ -166,15 +167,15 @@ def find_schedules(names: Sequence[str], shape: Shape, given_costs: CostOptions 
     files = {name: read_schedule(name) for name in dict.fromkeys(names) if is_file(name)}
     first = next((given.schedule for given in files.values()), None)
     ranks = first.num_ranks if shape.ranks is None and first else shape.ranks
-    microbatches = first.num_microbatches if shape.microbatches is None and first else shape.microbatches
+    microbatches = first.whole_microbatches if shape.microbatches is None and first else shape.microbatches
     completed = _with_shape_of_costs(replace(shape, ranks=ranks, microbatches=microbatches), given_costs)
     ranks, microbatches = completed.ranks, completed.microbatches
     shapes = shapes_of_names([name for name in names if name not in files], replace(shape, ranks=ranks, microbatches=microbatches))
     found = [files[name] if name in files else Given(name, make_schedule(name, shapes[name])) for name in names]
     for given in found:
         schedule = given.schedule
-        if (schedule.num_ranks, schedule.num_microbatches) != (ranks, microbatches):
-            has = f"{schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
+        if (schedule.num_ranks, schedule.whole_microbatches) != (ranks, microbatches):
+            has = f"{schedule.num_ranks} ranks and {schedule.whole_microbatches} microbatches"
             raise InputError(
                 "{name} has {has}, not {num_ranks} and {microbatches}: compared schedules must have one shape",
                 name=given.name,
@@ -232,7 +233,7 @@ def equal_costs(
         "buckets": ceil(buckets / per_rank),
     }
     costs = Costs.uniform(schedule.num_stages, (forward, backward, weight), comm, **given)
-    return costs.completed_for(schedule)
+    return replace(costs, slices=equal_slices(schedule.slices)).completed_for(schedule)
 
 
 def with_costs(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
@@ -299,11 +300,21 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
     else:
         shares = first.problem.costs.shares
         shared = [_with_head(_with_recompute(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
-        costed = [Costed(each.schedule, replace(costs, shares=shares), source) for each, costs in zip(inputs, shared, strict=True)]
+        costed = [
+            Costed(each.schedule, replace(costs, shares=shares, slices=_slices(each, first.problem)), source)
+            for each, costs in zip(inputs, shared, strict=True)
+        ]
     limits = [() if each.problem is None else each.problem.limits.memory for each in inputs]
     undivided = 0 if first.problem.head is None else round(first.problem.head.held)
     heads = [0 if each.schedule.has_divided_head else undivided for each in inputs]
     return [replace(one, limits=memory, head_bytes=head) for one, memory, head in zip(costed, limits, heads, strict=True)]
+
+
+def _slices(given: Given, planned: Problem) -> tuple[Slice, ...]:
+    """Returns the slices of a schedule: those of its plan, else those `planned` if there are as many, else equal ones."""
+    slices = given.schedule.slices
+    known = (given.problem or planned).costs.slices
+    return known if slices == len(known) else equal_slices(slices)
 
 
 def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:

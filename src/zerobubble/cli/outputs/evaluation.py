@@ -196,8 +196,9 @@ def figures_to_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
 
 def describe_shape(schedule: Schedule) -> str:
     """Describes a schedule: `4 ranks, 8 stages, 12 microbatches`."""
-    parts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
-    return ", ".join(counted(count, noun) for count, noun in parts)
+    parts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.whole_microbatches, "microbatch"))
+    slices = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
+    return ", ".join(counted(count, noun) for count, noun in parts) + slices
 
 
 def column_groups(evaluations: Sequence[Evaluation], message_bytes: int | None = None) -> tuple[list[Column], list[Column]]:
@@ -215,7 +216,7 @@ def note_of(evaluations: Sequence[Evaluation]) -> str:
 def title_of(evaluations: Sequence[Evaluation]) -> str:
     """Describes the shape and the costs that all have in common."""
     first = evaluations[0]
-    return f"{first.schedule.num_ranks} ranks, {first.schedule.num_microbatches} microbatches, {first.costed.source}"
+    return f"{first.schedule.num_ranks} ranks, {first.schedule.whole_microbatches} microbatches, {first.costed.source}"
 
 
 def write_page(file: str, evaluations: Sequence[Evaluation], message_bytes: int | None = None, sections: Sequence[str] = ()) -> None:
@@ -234,7 +235,7 @@ def viewed_of(evaluation: Evaluation) -> Viewed:
     """
     costed = evaluation.costed
     unit = () if costed.in_bytes else costed.microbatch_bytes
-    most = [costed.schedule.num_microbatches * size for size in costed.microbatch_bytes]
+    most = [costed.schedule.whole_microbatches * size for size in costed.microbatch_bytes]
     limits = costed.limits if any(map(le, costed.limits, most)) else ()
     return Viewed(
         evaluation.timeline,

@@ -11,7 +11,7 @@ from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.cli.outputs.evaluation import Evaluation, evaluate, svg_of, write_page
 from zerobubble.export.png import write_picture
 from zerobubble.export.torch_csv import to_torch_csv
-from zerobubble.ir import Kind, Placement
+from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.planning import Choice, Plan, Problem
 from zerobubble.planning.problem.head import without_parts
 from zerobubble.planning.shards.few_gathers import FewGathers
@@ -59,9 +59,10 @@ def _usual(problem: Problem) -> Iterator[Evaluation]:
     if problem.workload is None and problem.placement.routes != placement.routes:
         return
     costs = without_parts(problem.costs) if problem.workload is None else problem.workload.costs(placement)
+    costs = replace(costs, slices=())
     if problem.head is not None and (problem.workload is not None or problem.has_divided_head):
         costs = problem.head.whole(costs)
-    made, held = make(USUAL, placement.num_ranks, problem.num_microbatches), 0 if problem.head is None else round(problem.head.held)
+    made, held = make(USUAL, placement.num_ranks, problem.whole_microbatches), 0 if problem.head is None else round(problem.head.held)
     yield evaluate(Costed(made, costs, _source(problem), problem.workload is None, problem.limits.memory, head_bytes=held))
 
 
@@ -104,7 +105,7 @@ def _how_to_run(plan_file: str | None, found: Plan) -> str:
     file = plan_file or "plan.json"
     lead = "" if plan_file else "Save the plan first: give <code>-o plan.json</code> to the same command."
     # A plan that names layers brings the cut of the model.
-    arguments = f"{'zb.split(model)' if problem.layer_names else 'build'}, zb.io.load_plan({file!r}), {problem.num_microbatches}"
+    arguments = f"{'zb.split(model)' if problem.layer_names else 'build'}, zb.io.load_plan({file!r}), {problem.whole_microbatches}"
     lines = (
         f"pipe = zb.Pipeline({arguments}, loss_fn)  # in the program that torchrun starts",
         *_layers_to_build(problem),
@@ -119,6 +120,12 @@ def _layers_to_build(problem: Problem) -> Iterator[str]:
     """Describes the layers that `build` has to make, if layers have no names by which `zb.split` could cut."""
     if problem.layers_per_stage and not problem.layer_names:
         yield f"# build(stage, num_stages) makes the layers of a stage; numbers of layers: {', '.join(map(str, problem.layers_per_stage))}"
+
+
+def _csv(schedule: Schedule) -> str | None:
+    """Returns PyTorch's CSV; None for what it cannot express."""
+    cannot = schedule.slices > 1 or schedule.has_divided_head or any(map(recomputed, schedule.rows))
+    return None if cannot else to_torch_csv(schedule)
 
 
 def plan_to_dict(found: Plan) -> dict[str, object]:
@@ -136,7 +143,7 @@ def plan_to_dict(found: Plan) -> dict[str, object]:
         **solved_to_dict(_name(found), found),
         "seconds": found.seconds,
         "compile_seconds": found.compiling,
-        "csv": None if found.schedule.has_divided_head or any(map(recomputed, in_places.rows)) else to_torch_csv(in_places),
+        "csv": _csv(in_places),
         **ordered,
         **{saving.axis: saving.to_dict() for saving in found.savings},
         "choices": [

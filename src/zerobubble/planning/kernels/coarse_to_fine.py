@@ -41,7 +41,7 @@ STEADY = 3
 
 
 def coarsened(problem: Problem, ranks: int, microbatches: int) -> Problem:
-    """Returns `problem` reduced to `ranks` of its ranks, evenly spread, and to `microbatches` microbatches.
+    """Returns `problem` reduced to `ranks` of its ranks, evenly spread, and to `microbatches` whole microbatches.
 
     A rank that stays keeps its stages. Its memory limit shrinks with the number of ranks, like the number of microbatches in flight, but
     still fits one microbatch. A message between two stages takes as long as the slowest of the messages that it represents.
@@ -58,7 +58,8 @@ def coarsened(problem: Problem, ranks: int, microbatches: int) -> Problem:
     forward, backward, weight, after_f, after_b = (tuple(column[stage] for stage in stages) for column in columns)
     comm = tuple(max(costs.comm[stage:next_stage]) for stage, next_stage in pairwise(stages))
     placement = Placement("custom", ranks, (tuple(new_rank[route[stage]] for stage in stages),))
-    small = Problem(placement, microbatches, Costs(forward, backward, weight, comm, after_f, after_b), limits, problem.objective)
+    reduced = Costs(forward, backward, weight, comm, after_f, after_b, slices=costs.slices)
+    small = Problem(placement, microbatches * problem.slices, reduced, limits, problem.objective)
     if recomputation is None:
         return small
     offered = tuple(level.on(stages) for level in recomputation.offered)
@@ -71,7 +72,7 @@ def coarse_problems(problem: Problem) -> list[Problem]:
 
     The last of them may have all the ranks of `problem` and fewer microbatches.
     """
-    full, microbatches = problem.placement.num_ranks, problem.num_microbatches
+    full, microbatches = problem.placement.num_ranks, problem.num_microbatches // problem.slices
     sizes = []
     ranks = SMALL if full > SMALL else SMALL // 2
     while ranks < full:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
+from zerobubble.planning.kernels.play import place_of
 from zerobubble.planning.kernels.tables import Floats, Ints, Records, Tables
 
 FAR = 1 << 62
@@ -189,15 +190,16 @@ def run_chosen_pass(tables: Tables, dispatch: Records, scratch: ListScratch, ran
         state.filled += 1
         behind.runs += 1
         behind.due += until_next(dispatch, rank, behind.runs)
-    scratch.end[code * m + one.runs] = state.free
-    if properties.user >= 0 and scratch.next[properties.user].runs == one.runs:
+    place = place_of(tables, code, one.runs)
+    scratch.end[code * m + place] = state.free
+    if properties.user >= 0 and place_of(tables, properties.user, scratch.next[properties.user].runs) == place:
         scratch.next[properties.user].arrival = state.free + tables.codes[properties.user].lag
     one.runs += 1
     one.due += until_next(dispatch, rank, one.runs)
     if properties.maker >= 0:
-        one.arrival = (
-            scratch.end[properties.maker * m + one.runs] + properties.lag if scratch.next[properties.maker].runs > one.runs else FAR
-        )
+        place = place_of(tables, code, one.runs)
+        has_run = scratch.next[properties.maker].runs > place_of(tables, properties.maker, place)
+        one.arrival = scratch.end[properties.maker * m + place] + properties.lag if has_run else FAR
     return int(properties.user)
 
 
@@ -281,7 +283,7 @@ def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) ->
         forward, backward = scratch.next[code], scratch.next[code + stages]
         if at + 1 == tables.ranks[rank].forward_stop:
             behind = backward.runs
-        if backward.runs < forward.runs:
+        if place_of(tables, code + stages, backward.runs) < forward.runs:
             urgent = min(urgent, backward.due)
             if backward.arrival < FAR:
                 one = scratch.ready[ready]
@@ -294,7 +296,7 @@ def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) ->
                 one = scratch.ready[ready]
                 one.code, one.start, one.due = code, max(state.free, forward.arrival), forward.due
                 ready += 1
-        if backward.runs == forward.runs:
-            reserved += tables.codes[code].held
+        if backward.runs == forward.runs or forward.runs % tables.slices != 0:
+            reserved += (tables.slices - forward.runs % tables.slices) * tables.codes[code].held
         behind = forward.runs
     return ready, urgent

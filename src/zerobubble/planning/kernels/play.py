@@ -61,13 +61,22 @@ def copy_into(into: NDArray[Any], values: NDArray[Any]) -> None:
         into[at] = values[at]
 
 
+@inlined
+def place_of(tables: Tables, code: int, number: int) -> int:
+    """Returns the place of the microbatch for which a code occurs for the `number`-th time, counted from 0. It is its own inverse."""
+    if tables.slices == 1 or code < len(tables.forwards):
+        return number
+    return number + tables.slices - 1 - 2 * (number % tables.slices)
+
+
 @compiled
 def number_microbatches(tables: Tables, rows: Rows, count: Ints) -> None:
     """Fill in `microbatch` and `where` from the codes, given a zero per code."""
     for i in range(len(rows.code)):
         code = rows.code[i]
-        rows.microbatch[i] = count[code]
-        rows.where[code * tables.microbatches + count[code]] = i
+        place = place_of(tables, code, count[code])
+        rows.microbatch[i] = place
+        rows.where[code * tables.microbatches + place] = i
         count[code] += 1
 
 

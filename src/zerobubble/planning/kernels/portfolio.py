@@ -126,7 +126,7 @@ def serial_order(state: SearchState) -> Ints:
     for start, stop in tables.ranks[["forward", "forward_stop"]].tolist():
         forwards = tables.forwards[start:stop]
         backwards = successor[forwards][::-1]
-        weights = successor[backwards]
-        one_microbatch = [*forwards, *(code for pair in zip(backwards, weights, strict=True) for code in pair)]
-        order += one_microbatch * tables.microbatches
+        weights, slices = successor[backwards], tables.slices
+        pairs = [code for pair in zip(backwards, weights, strict=True) for code in slices * pair]
+        order += [*np.repeat(forwards, slices), *pairs] * (tables.microbatches // slices)
     return np.array(order, np.int64)

@@ -42,6 +42,7 @@ def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, prioriti
             clock += tables.codes[code].lag
             if here != before:
                 clock += policy[2 * legs + before] * mean
+        clock += time_of_other_slices(tables, code)
         priorities.due[code] = clock
         clock += policy[here] * tables.codes[code].time
         before = here
@@ -66,6 +67,7 @@ def apply_leads(tables: Tables, leads: Floats, mean: float, lead: Floats) -> Non
     """Computes `lead` from the leads of a policy; a pass takes `mean` ns on average."""
     clock = 0.0
     for code in tables.chain:
+        clock += time_of_other_slices(tables, code)
         lead[code] = clock
         clock += tables.codes[code].time
     for rank in range(len(tables.ranks)):
@@ -74,7 +76,17 @@ def apply_leads(tables: Tables, leads: Floats, mean: float, lead: Floats) -> Non
             code = tables.forwards[at]
             following = tables.forwards[at + 1] if at + 1 < stop else tables.codes[code].successor
             travel = (lead[following] - lead[code]) / mean
-            lead[code] = 1 + leads[at - first] * travel if leads[at - first] < NEVER else NEVER
+            ahead = 1 if at + 1 < stop else tables.slices
+            lead[code] = ahead + leads[at - first] * travel if leads[at - first] < NEVER else NEVER
+
+
+@inlined
+def time_of_other_slices(tables: Tables, code: int) -> int:
+    """Returns the ns of F of all but one slice of a microbatch for the B of the last stage, which waits for them; 0 for other passes."""
+    properties = tables.codes[code]
+    if properties.maker >= 0 or properties.predecessor < 0:
+        return 0
+    return int((tables.slices - 1) * tables.codes[properties.predecessor].time)
 
 
 @inlined

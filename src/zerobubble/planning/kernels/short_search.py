@@ -57,7 +57,7 @@ def search_shortly(state: SearchState, problem: Problem) -> None:
     if not state.done or state.order is None:
         state.improve_policies(PolicyPool.from_policies(plain), len(plain) + tries, tries // 2)
     width = int(min(OF_BEAM * evaluations, MOST_PLACED / state.tables.size) / PER_WIDTH)
-    if not state.done and width >= NARROW and problem.recomputation is None and not state.tables.joins:
+    if not state.done and width >= NARROW and problem.recomputation is None and problem.slices == 1 and not state.tables.joins:
         made, placed = beam_search(problem, width)
         state.budget.used += -(-placed // state.tables.size)
         if made is not None:

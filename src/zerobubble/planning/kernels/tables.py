@@ -16,6 +16,7 @@ from zerobubble.kinds import HELD, SENT_BETWEEN_STAGES, makes_if_recomputed, tra
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.transforms import fused_for_memory
 from zerobubble.rules import used_stages
+from zerobubble.schedules.orders import slices_in_reverse
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -47,11 +48,14 @@ Records = NDArray[np.void]
 class Tables(NamedTuple):
     """A problem as arrays over codes. Code `k * stages + s` is a pass of `PLANNED[k]` on stage s.
 
-    A row is a sequence of codes. The j-th occurrence of a code is for the microbatch in place j, an index of `time` and others. Places are
-    in the order of the numbers; unequal microbatches may change places, see `joint_search`.
+    A row is a sequence of codes. The j-th occurrence of a code is for the microbatch in place j, an index of `time` and others. With
+    slices, that of a B or W is for another slice: see `play.place_of`. Places are in the order of the numbers; unequal microbatches may
+    change places, see `joint_search`.
     """
 
     microbatches: int
+    slices: int
+    """Slices of each microbatch, which `microbatches` counts: B and W of a microbatch run its slices in reverse order."""
     from_start: bool
     """Whether the time before a rank's first pass counts (makespan) or not (span)."""
     joins: bool
@@ -90,6 +94,7 @@ def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
     begins = [code for code in chain if codes["predecessor"][code] < 0]
     return Tables(
         problem.num_microbatches,
+        problem.slices,
         problem.objective is Objective.MAKESPAN,
         joins and bool(codes["grows"].any()),
         codes,
@@ -109,6 +114,8 @@ def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints
     their numbers.
     """
     costs, m = problem.costs, problem.num_microbatches
+    if costs.slices:
+        return _of_slices(problem)
     if not costs.shares:
         time, held, ahead, over = (np.repeat(codes[name], m) for name in ("time", "held", "ahead", "over"))
         return time, held, ahead, over
@@ -136,6 +143,15 @@ def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints
     return time, held, ahead, over
 
 
+def _of_slices(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
+    """As `_of_passes`, for slices, whose keys and values stay until the backward of the first slice has run."""
+    costs, repeats = problem.costs, problem.num_microbatches // problem.slices
+    codes = [(kind, stage) for kind in PLANNED for stage in range(problem.placement.num_stages)]
+    time = np.concatenate([np.tile(_ints(costs.times(*code)), repeats) for code in codes])
+    held = np.concatenate([np.tile(_ints(costs.memory_changes(*code)), repeats) for code in codes])
+    return time, held, np.zeros_like(time), np.zeros_like(time)
+
+
 def _change(problem: Problem, costs: Costs, kind: Kind, stage: int) -> int:
     """Returns the change in memory of a rank by a pass; that of B includes its R."""
     if not problem.recomputes(stage):
@@ -147,7 +163,7 @@ def _change(problem: Problem, costs: Costs, kind: Kind, stage: int) -> int:
 def codes_of(problem: Problem) -> Records:
     """Returns a `CODE` for each kind and stage, with the mean time and bytes of microbatches of unequal cost."""
     ranks_of_stages, costs = problem.placement.routes[0], problem.costs
-    costs = costs.scaled(fmean(costs.shares)) if costs.shares else costs
+    costs = costs.scaled(fmean(costs.shares)) if costs.shares else costs.mean_slice
     stages = len(ranks_of_stages)
     kinds = [(kind, stage) for kind in PLANNED for stage in range(stages)]
     codes = np.full(len(kinds), -1, CODE)
@@ -233,16 +249,17 @@ def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, 
     `assignment[j]` is the microbatch in place j (see `Tables`), by default microbatch j. If `tables` join passes that do not fit
     separately, the schedule has a BW there.
     """
-    number = assignment or range(tables.microbatches)
+    number, backwards = assignment or range(tables.microbatches), slices_in_reverse(tables.microbatches // tables.slices, tables.slices)
     stages, count = problem.placement.num_stages, [0] * len(tables.codes)
     rows, codes = [], order.tolist()
     for start, end in tables.ranks[["first", "stop"]].tolist():
         row = []
         for code in codes[start:end]:
-            op = Op(PLANNED[code // stages], code % stages, number[count[code]])
+            place = count[code] if code < stages else backwards[count[code]]
+            op = Op(PLANNED[code // stages], code % stages, number[place])
             recomputes = op.kind is Kind.B and problem.recomputes(op.stage)
             row += [op._replace(kind=Kind.R), op] if recomputes else [op]
             count[code] += 1
         rows.append(tuple(row))
-    schedule = Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
+    schedule = Schedule(name, problem.placement, problem.num_microbatches, tuple(rows), slices=problem.slices)
     return fused_for_memory(schedule, problem) if tables.joins else schedule

@@ -9,10 +9,16 @@ from zerobubble.errors import InputError
 
 _EVEN = "a divided head has equal parts on all ranks; give a head as the last layer to plan it with speeds"
 
-AXES = ("layers", "speeds", "links", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "what_if")
+AXES = ("layers", "speeds", "links", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "slices", "period", "what_if")
 """Axes that a plan may include in addition to costs, placements and memory. `period` is the objective of that name, if requested."""
 
-NOT_TOGETHER = {("speeds", "head"): _EVEN}
+_WHOLE = "it is planned for whole microbatches"
+
+NOT_TOGETHER = {
+    ("speeds", "head"): _EVEN,
+    **{(axis, "slices"): _WHOLE for axis in ("layers", "speeds", "baseline", "sharded", "shares", "recompute", "head", "host")},
+    ("slices", "what_if"): "times are varied for whole microbatches",
+}
 """Pairs of axes that cannot be planned together, each with the reason and how to avoid it."""
 
 NOT_RUN = {

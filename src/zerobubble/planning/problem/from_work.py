@@ -58,7 +58,8 @@ def problems_of(
         costs = replace(costs, shares=tuple(shares) or costs.shares)
         limits = _limits(work, memory, placement) or ample_limits(placement, costs, num_microbatches)
         workload = work if isinstance(work, Workload) else None
-        problems[name] = Problem(placement, num_microbatches, costs, limits, aim, workload, sharded=sharded)
+        numbers = num_microbatches * (len(costs.slices) or 1)
+        problems[name] = Problem(placement, numbers, costs, limits, aim, workload, sharded=sharded)
     return problems
 
 
@@ -88,4 +89,4 @@ def ample_limits(placement: Placement, costs: Costs, num_microbatches: int) -> L
 
 def has_ample_memory(problem: Problem) -> bool:
     """Whether the limits never bind, as if no limit was given."""
-    return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches)
+    return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches // problem.slices)

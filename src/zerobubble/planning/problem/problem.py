@@ -78,6 +78,8 @@ class Objective(StrEnum):
 class Problem(Displayed):
     """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, with stages as in `costs`.
 
+    If the costs have slices of a sequence, `num_microbatches` counts slices, as in a `Schedule`.
+
     If the costs came from something larger, a plan keeps it: `workload` is the work of each rank, shared equally by its stages, and `cut`
     the layers of the stages. `layers_per_stage` and `layer_names` come from the cut, or from a file that has only these. None of
     these changes the answer. With `sharded` weights, `zb.plan` chooses among the shortest by their gathers. With `recomputation`, the costs
@@ -126,7 +128,12 @@ class Problem(Displayed):
         if self.num_microbatches < 1:
             raise wrong("num_microbatches", self.num_microbatches, "at least 1")
         self.costs.require_fit(self.placement, "the placement")
-        self.costs.require_whole("a plan")
+        if self.num_microbatches % self.slices:
+            raise InputError(
+                "microbatches of {slices} slices need a multiple of {slices} numbers, got {got}",
+                slices=self.slices,
+                got=self.num_microbatches,
+            )
         if self.costs.shares and len(self.costs.shares) != self.num_microbatches:
             raise InputError(
                 "a plan for {num_microbatches} microbatches needs as many shares, the costs have {num_shares}",
@@ -171,7 +178,9 @@ class Problem(Displayed):
 
     def _summary(self) -> str:
         where = f"{self.placement.name} over {counted(self.placement.num_ranks, 'rank')}"
-        return f"on {where}: {counted(self.num_microbatches, 'microbatch')} for the shortest {self.objective}"
+        microbatches = counted(self.num_microbatches // self.slices, "microbatch")
+        slices = f" of {self.slices} slices" if self.slices > 1 else ""
+        return f"on {where}: {microbatches}{slices} for the shortest {self.objective}"
 
     def _details(self) -> Iterator[str]:
         yield from (str(self.placement), str(self.limits), *str(self.costs).split("\n"))
@@ -180,7 +189,8 @@ class Problem(Displayed):
     def _costs_alone(self) -> Costs:
         """The costs without the columns of shares of microbatches and of recompute levels."""
         left_out = () if self.recomputation is None else OF_LEVELS
-        return replace(self.costs, shares=(), further=tuple(column for column in self.costs.further if column[0] not in left_out))
+        further = tuple(column for column in self.costs.further if column[0] not in left_out)
+        return replace(self.costs, shares=(), slices=(), further=further)
 
     def _difference(self, of_layers: Costs) -> str:
         """The first number in which the costs of the layers differ from those of the problem, with the speed of its rank."""
@@ -201,6 +211,21 @@ class Problem(Displayed):
         return self.head.divided(costs, self.placement.num_ranks) if self.has_divided_head else self.head.whole(costs)
 
     @property
+    def slices(self) -> int:
+        """Number of slices of each microbatch."""
+        return len(self.costs.slices) or 1
+
+    @property
+    def whole_microbatches(self) -> int:
+        """Number of microbatches, each with all its slices."""
+        return self.num_microbatches // self.slices
+
+    @property
+    def of_mean_slices(self) -> Problem:
+        """The problem in which slices are microbatches of mean size, whose passes may run in any order."""
+        return replace(self, costs=self.costs.mean_slice, workload=None, cut=None, trains=True) if self.costs.slices else self
+
+    @property
     def has_divided_head(self) -> bool:
         """Whether ranks divide the head by vocabulary: the costs have the columns of its parts."""
         return self.head is not None and has_parts(self.costs)
@@ -215,7 +240,7 @@ class Problem(Displayed):
     def plans_steps(self) -> bool:
         """Whether steps of several passes save time and are planned: only for F, B and W of equal microbatches."""
         others = (self.recomputation, self.head, self.host, self.sharded)
-        return saves_time(self.costs) and not self.costs.shares and all(other is None for other in others)
+        return saves_time(self.costs) and self.costs.are_alike and all(other is None for other in others)
 
     @property
     def without_savings(self) -> Problem:
@@ -276,6 +301,10 @@ class Problem(Displayed):
             columns += [tuple(self.costs.column(name)[stage] for stage in parts) for name in PARTS_OF_HEAD]
         if self.costs.shares:
             return sum(round(time * share) for share in self.costs.shares for times in columns for time in times)
+        if self.costs.slices:
+            kinds = (Kind.F, Kind.B, Kind.W)
+            each = sum(sum(least.times(kind, stage)) for kind in kinds for stage in range(self.placement.num_stages))
+            return self.num_microbatches // self.slices * each
         return self.num_microbatches * sum(map(sum, columns))
 
     @property
@@ -352,8 +381,8 @@ class Problem(Displayed):
     def require_schedule(self, schedule: Schedule, noun: str, remedy: str = "leave it out") -> None:
         """Raise `InputError` unless `schedule`, a `noun` such as a seed, has this placement and number of microbatches."""
         shape = schedule.placement.routes, schedule.num_microbatches, schedule.slices
-        if shape != (self.placement.routes, self.num_microbatches, 1):
-            message = "the {noun} {schedule!r} is for another placement or number of microbatches, or for slices"
+        if shape != (self.placement.routes, self.num_microbatches, self.slices):
+            message = "the {noun} {schedule!r} is for another placement, or another number of microbatches or slices"
             raise InputError(message, noun=noun, schedule=schedule.name, remedy=remedy)
 
     def measure(self, schedule: Schedule) -> int:
