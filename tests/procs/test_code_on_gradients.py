@@ -115,7 +115,7 @@ def of_places(group: Any, schedule: str) -> dict[str, tuple[float, int, int]]:
     return {place: difference(group, schedule, partial(Around, place)) for place in RIGHT}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.long)])
 def test_a_hook_that_gets_the_whole_gradient_has_the_numbers_of_one_device(world: Ranks, schedule: str) -> None:
     first, second = world.run(of_places, schedule, ranks=2)
     for place in RIGHT:
