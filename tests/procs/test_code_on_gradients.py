@@ -31,6 +31,16 @@ def hooked(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def hooked_together(tensor: Tensor) -> Tensor:
+    """Registers a hook on several tensors, which runs after the last gradient."""
+    if tensor.requires_grad:
+        torch.autograd.graph.register_multi_grad_hook([tensor], lambda _: CALLS.append(1))
+    return tensor
+
+
+ACTS = {("in the layer", 0): hooked, ("on several", 1): hooked_together}
+
+
 class Layer(nn.Linear):
     """A layer that has its own code on gradients: `act` gets its output."""
 
@@ -50,7 +60,7 @@ class Around(nn.Module):
 
     def __init__(self, place: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(hooked if place == "in the layer" and number == 0 else None) for number in range(4))
+        self.layers = nn.ModuleList(Layer(ACTS.get((place, number))) for number in range(4))
         self.place = place
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +117,7 @@ def difference(group: Any, schedule: str, make: Callable[[], nn.Module]) -> tupl
     return max(0.0, *((gradient - expected[name]).abs().max().item() for name, gradient in of_rank)), calls, calls_of_one
 
 
-RIGHT = ("between stages", "within a stage", "at the end", "in the layer")
+RIGHT = ("between stages", "within a stage", "at the end", "on several", "in the layer")
 """Places of hooks on a tensor that one stage uses; the last is the remedy for a skip connection."""
 
 

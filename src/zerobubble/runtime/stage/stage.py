@@ -358,12 +358,13 @@ def make_stage(
 def _edge(y: Tensor) -> GradientEdge:
     """Returns the edge that backward starts from.
 
-    A Python autograd node is freed with its tensor, and an edge does not keep it alive. Such a tensor gets a view, whose C++ node does.
+    A Python autograd node is freed with its tensor, and an edge does not keep it alive. Such a tensor gets a view, whose C++ node does. So
+    does a tensor with hooks: those of `register_multi_grad_hook` do not run at the node from which backward starts.
     """
     node = y.grad_fn
     if node is None:
         return get_gradient_edge(y)
-    if isinstance(node, torch._C._FunctionBase):
+    if y._backward_hooks or isinstance(node, torch._C._FunctionBase):
         node = y.view_as(y).grad_fn
         assert node is not None
         return GradientEdge(node, 0)
