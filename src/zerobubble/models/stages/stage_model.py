@@ -195,13 +195,14 @@ class _StageCode:
         device = device_of(args, kwargs)
         draws = None if seed is None else SharedDraws(seed, device)
         received = dict(zip(crossing.arriving[self._stage], crossed, strict=True))
+        has_gradients = torch.is_grad_enabled()
         progress = self._current.forward = StageForward(crossing.flow, received, last_call, draws)
         try:
             output = forward(*args, **kwargs) if self._is_last or last_call is not None else None
             if self._is_last:
                 return self._slices.without_cache(output)
         except _StageIsDoneError:
-            pass
+            torch.set_grad_enabled(has_gradients)  # the skipped code might have
         finally:
             del self._current.forward
             if draws is not None:
