@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import OutputForm
 from zerobubble.models.observation.shape_only import ShapeOnlyUnit
 
@@ -93,7 +94,14 @@ class StandIn(nn.Module):
         """Called by the module, or directly by the model's code, which is recorded in the shape-only unit."""
         if not self.__dict__.pop("_is_called", False):
             self.shape_only.forward_is_called = True
-        return self._current.forward.stand_in(self, args, kwargs)
+        forward = getattr(self._current, "forward", None)
+        if forward is None:
+            raise InputError(
+                "the model's code calls part {name!r} again in the backward pass, as torch.utils.checkpoint does for code around a part",
+                name=self.shape_only.name,
+                remedy="checkpoint the part alone: checkpoint(part, x, use_reentrant=False)",
+            )
+        return forward.stand_in(self, args, kwargs)
 
 
 def placeholder(form: OutputForm, device: torch.device, *, writable: bool = False) -> Any:
