@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
 from tests.procs.ranks import Ranks
@@ -39,6 +40,29 @@ def hooked_together(tensor: Tensor) -> Tensor:
 
 
 ACTS = {("in the layer", 0): hooked, ("on several", 1): hooked_together}
+
+
+class Limited(torch.autograd.Function):
+    """The identity, whose backward limits gradients that the example does not have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.clamp(-1e3, 1e3)
+
+
+class Reversed(Limited):
+    """The identity, whose backward is linear."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -gradient
+
+
+FUNCTIONS = {"limited function": Limited, "reversed function": Reversed}
 
 
 class Layer(nn.Linear):
@@ -71,8 +95,10 @@ class Around(nn.Module):
                 skipped = x = hooked(x) if self.place == "skip" or self.training else x
             if number == 1 and self.place == "sum":
                 skipped = x = hooked(x * 2)
+            if number == 1 and self.place in FUNCTIONS:
+                skipped = x = FUNCTIONS[self.place].apply(x)
             x = layer(x, skipped) if number == 3 and self.place == "of another layer" else layer(x)
-            if number in (1, 3) and self.place in ("skip", "sum", "dropout", "in the layer"):
+            if number in (1, 3) and self.place in ("skip", "sum", "dropout", "in the layer", *FUNCTIONS):
                 x = x + skipped
             if self.place == "dropout":
                 x = dropout(x, 0.1, self.training)
@@ -83,13 +109,14 @@ class Around(nn.Module):
         return hooked(x) if self.place == "at the end" else x
 
 
-REFUSED = {"skip": 2, "sum": 2, "dropout": 2, "of another layer": 1}
-"""Places of hooks on a tensor of which two stages have a share of the gradient, with the number of gradients in the stages."""
+REFUSED = {"skip": 2, "sum": 2, "dropout": 2, "of another layer": 1, "limited function": 2}
+"""Places of code on a tensor of which two stages have a share of the gradient, with the number of gradients in the stages."""
 
 
 @pytest.mark.parametrize("place", REFUSED)
 def test_a_hook_that_would_get_shares_of_a_gradient_is_refused(place: str) -> None:
-    with raises(zb.InputError, "register_hook", "test_code_on_gradients.py", 1, REFUSED[place]):
+    stated = ("Limited",) if place in FUNCTIONS else ("register_hook", "test_code_on_gradients.py")
+    with raises(zb.InputError, *stated, 1, REFUSED[place]):
         zb.split(Around(place), example=torch.randn(2, WIDTH)).cut(2)
 
 
@@ -114,11 +141,13 @@ def difference(group: Any, schedule: str, make: Callable[[], nn.Module]) -> tupl
     whole = make()
     calls_of_one = one_device(whole, x)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    return max(0.0, *((gradient - expected[name]).abs().max().item() for name, gradient in of_rank)), calls, calls_of_one
+    assert all((gradient is None) == (expected[name] is None) for name, gradient in of_rank)
+    sizes = [(gradient - expected[name]).abs().max().item() for name, gradient in of_rank if gradient is not None]
+    return max(sizes, default=0.0), calls, calls_of_one
 
 
-RIGHT = ("between stages", "within a stage", "at the end", "on several", "in the layer")
-"""Places of hooks on a tensor that one stage uses; the last is the remedy for a skip connection."""
+RIGHT = {"between stages": 4, "within a stage": 4, "at the end": 4, "on several": 4, "in the layer": 4, "reversed function": 0}
+"""Places of hooks on a tensor that one stage uses, with the number of their calls; "in the layer" is the remedy for a skip connection."""
 
 
 def of_places(group: Any, schedule: str) -> dict[str, tuple[float, int, int]]:
@@ -130,7 +159,7 @@ def test_a_hook_that_gets_the_whole_gradient_has_the_numbers_of_one_device(world
     first, second = world.run(of_places, schedule, ranks=2)
     for place in RIGHT:
         assert max(first[place][0], second[place][0]) < 1e-12, place
-        assert first[place][1] + second[place][1] == first[place][2] == MICROBATCHES, place
+        assert first[place][1] + second[place][1] == first[place][2] == RIGHT[place], place
 
 
 class UsesGradient(nn.Linear):
@@ -179,3 +208,72 @@ def with_hooks_in_a_forward(group: Any) -> str:
 def test_stages_that_register_hooks_on_parameters_in_a_step_are_refused(world: Ranks) -> None:
     for sentence in world.run(with_hooks_in_a_forward, ranks=2):
         states(sentence, "InputError", "weight")
+
+
+class Leaving(nn.Module):
+    """Linear layers in code whose end does not run on the first stage."""
+
+    def __init__(self, run: Callable[[nn.ModuleList, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.layers, x)
+
+
+def without_gradients(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    x = layers[1](layers[0](x))
+    torch.set_grad_enabled(before)
+    return layers[3](layers[2](x))  # type: ignore[no-any-return]
+
+
+def through(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def halved(_: nn.Module, gradients: tuple[Tensor, ...], __: object) -> tuple[Tensor, ...]:
+    CALLS.append(1)
+    return tuple(gradient / 2 for gradient in gradients)
+
+
+def hooked_for_a_call(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    handle = layers[1].register_full_backward_hook(halved)  # type: ignore[arg-type]
+    x = through(layers, x)
+    handle.remove()
+    return x
+
+
+def finally_removed(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    handle = layers[1].register_full_backward_hook(halved)  # type: ignore[arg-type]
+    try:
+        return through(layers, x)
+    finally:
+        handle.remove()
+
+
+def checkpointed_around(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    x = checkpoint(lambda y: layers[1](y.sin()).sin(), layers[0](x), use_reentrant=False)
+    return layers[3](layers[2](x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("run", "part"), [(hooked_for_a_call, "layers.1"), (checkpointed_around, "layers.1")])
+def test_what_a_stage_leaves_undone_is_refused(run: Callable[[nn.ModuleList, Tensor], Tensor], part: str) -> None:
+    with raises(zb.InputError, part):
+        zb.split(Leaving(run), example=torch.randn(2, WIDTH)).cut(2)
+
+
+def leaving(group: Any) -> list[tuple[float, int, int]]:
+    found = [difference(group, "1f1b", partial(Leaving, run)) for run in (without_gradients, finally_removed)]
+    assert torch.is_grad_enabled()
+    return found
+
+
+def test_a_stage_that_leaves_a_forward_has_the_numbers_of_one_device(world: Ranks) -> None:
+    for first, second in zip(*world.run(leaving, ranks=2), strict=True):
+        assert max(first[0], second[0]) < 1e-12
+        assert first[1] + second[1] == first[2]

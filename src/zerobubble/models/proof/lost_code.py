@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from zerobubble.error_reports.text import describe, text_of
@@ -16,6 +14,7 @@ from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.gradient_code import GradientCode
 from zerobubble.models.observation.shape_only import untouched_zeros
+from zerobubble.models.proof.own_functions import functions_behind, is_operator
 from zerobubble.models.proof.tiny import MOST_PROVED
 from zerobubble.runtime.device import generators_restored
 from zerobubble.runtime.values.python_state import PythonState, changed
@@ -58,17 +57,9 @@ def _call(model: nn.Module, arguments: Arguments) -> Any:
 
 
 def _own_backwards(output: Any) -> list[str]:
-    """Returns the backward functions that autograd runs in Python, from `output`: a graph has the derivative of the forward instead."""
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    nodes: set[Any] = {get_gradient_edge(tensor).node for tensor in tensors}
-    left = list(nodes)
-    while left:
-        new = {node for node, _ in left.pop().next_functions} - nodes - {None}
-        nodes |= new
-        left += new
-    functions = {node._forward_cls for node in nodes if issubclass(type(node), BackwardCFunction)}
-    own = [function for function in functions if not function.__module__.startswith("torch.")]  # the graph has torch's own
-    return sorted(f"the backward of {text_of(function.__qualname__)}" for function in own)
+    """Returns the backward functions that autograd runs in Python: a graph has the derivative of the forward instead."""
+    functions = {node._forward_cls for node in functions_behind(output)}
+    return sorted(f"the backward of {text_of(function.__qualname__)}" for function in functions if not is_operator(function))
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -22,6 +22,7 @@ from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import UnitCall
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.gradient_code import GradientCode, uses_parameter_gradients
+from zerobubble.models.proof.own_functions import OwnFunctions
 from zerobubble.models.proof.stages_alone import REMEDY, StagesAlone, backward
 from zerobubble.models.proof.tiny import MOST_PROVED, NoTinyModelError, tiny_models
 from zerobubble.runtime.device import generators_restored
@@ -37,6 +38,9 @@ differ by the square root of the machine epsilon, because stages sum them in ano
 """
 _TOLERANCE = 1e-9
 """Relative tolerance between cut and uncut: in float64, both run the same operations on the same values."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where torch keeps the hooks of a module."""
 
 StagesOf = Callable[[nn.Module], Sequence[nn.Module]]
 """Returns the stages of a model, sharing its parameters."""
@@ -65,7 +69,7 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
                 continue
             if uncut.code.of_parameters:
                 raise uses_parameter_gradients(uncut.code.of_parameters)
-            if not draws or uncut.code.has_gradients:
+            if not draws or uncut.code.has_gradients or uncut.functions:
                 with _adding_causes(uncut):
                     _compare(uncut, StagesAlone(stages_of(parts), uncut.python), args, kwargs, names, draws=draws)
             if not draws:
@@ -90,6 +94,7 @@ class _Uncut:
         self.cut = cut
         self.python = PythonState(whole)
         self.code = GradientCode()
+        self.functions = OwnFunctions()
         self.forwards: list[tuple[Noted, Any]] = []
         self.changed: dict[str, Place] = {}
 
@@ -98,6 +103,7 @@ class _Uncut:
         before = self.python.snapshot()
         with self.code:
             self._forward(args, kwargs)
+        self.functions.watch(self.forwards[0][1])
         backward(_losses(self.forwards[0][1]))
         with torch.no_grad():
             self._forward(args, kwargs)
@@ -135,10 +141,15 @@ def _compare(
         if not draws:
             _compare_outputs(names, uncut.cut, (noted, output), expected)
         if number == 0:
+            functions = OwnFunctions()
+            for sent in (*stages.sent, output):
+                functions.watch(sent)
             stages.backward(_losses(output))
-            _compare_code(uncut.code, code, draws=draws)
+            _compare_code(uncut, code, functions, draws=draws)
         if number == 0 and not draws:
             _compare_gradients(uncut.whole, stages.stages, names[1])
+    if not draws:
+        _compare_hooks(uncut, stages.stages)
 
 
 Noted = dict[UnitCall, list[Tensor]]
@@ -223,20 +234,39 @@ def _losses(output: Any) -> list[Tensor]:
     return [tensor.square().sum() for tensor in _floating(output) if tensor.requires_grad]
 
 
-def _compare_code(uncut: GradientCode, stages: GradientCode, *, draws: bool) -> None:
+def _compare_code(uncut: _Uncut, code: GradientCode, functions: OwnFunctions, *, draws: bool) -> None:
     """Compares the gradients that code of the model gets, or only their numbers if it `draws` random numbers."""
-    sizes = [_size(gradient) for gradients in uncut.lines.values() for gradient in gradients]
-    faults = {}
-    for line in {**uncut.lines, **stages.lines}:
-        expected, ours = (code.lines.get(line, []) for code in (uncut, stages))
+    sizes = [_size(gradient) for gradients in uncut.code.lines.values() for gradient in gradients]
+    faults = functions.with_shares(uncut.functions)
+    for line in {**uncut.code.lines, **code.lines}:
+        expected, ours = (of.lines.get(line, []) for of in (uncut.code, code))
         if len(ours) != len(expected) or not (draws or _match(ours, expected, max(sizes, default=0.0))):
             faults[line] = (len(expected), len(ours))
     if faults:
         raise InputError(
-            "stages give other gradients to {lines} than one device: several use the tensor, and each has its share of the gradient",
-            lines=", ".join(f"{line} ({ours} in stages for {expected})" for line, (expected, ours) in faults.items()),
+            "stages give other gradients than one device to {code}: a stage has its share of the gradient of a tensor that several use, "
+            "and no autograd node of a tensor that it receives",
+            code=", ".join(f"{line} ({ours} in stages for {expected})" for line, (expected, ours) in faults.items()),
             remedy="create the tensor in a part, such as a layer, and call that in the forward of the part, which gets the whole gradient",
         )
+
+
+def _compare_hooks(uncut: _Uncut, stages: Sequence[nn.Module]) -> None:
+    """Compares how many hooks the forwards have left on the modules of parts."""
+    for unit, stage in uncut.cut.stage_of.items():
+        pairs = zip(uncut.whole.get_submodule(unit).named_modules(), stages[stage].get_submodule(unit).modules(), strict=False)
+        for (name, module), ours in pairs:
+            if _num_hooks(ours) > _num_hooks(module):
+                raise InputError(
+                    "the model registers a hook on part {part!r} and removes it after stage {stage} has left the forward",
+                    part=f"{unit}.{name}".rstrip("."),
+                    stage=stage,
+                    remedy="remove it in a finally block, which stages run, too, or register it once, before zb.split",
+                )
+
+
+def _num_hooks(module: nn.Module) -> int:
+    return sum(len(getattr(module, kind)) for kind in _HOOKS)
 
 
 def _match(ours: Sequence[Tensor], expected: Sequence[Tensor], largest: float) -> bool:

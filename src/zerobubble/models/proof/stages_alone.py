@@ -24,6 +24,11 @@ class StagesAlone:
         self._states: dict[int, Snapshot] = dict.fromkeys(range(len(stages)), python.snapshot())
         self._messages: list[tuple[list[Tensor], list[Tensor]]] = []
 
+    @property
+    def sent(self) -> list[list[Tensor]]:
+        """The tensors with a gradient that stages have sent in the last forward."""
+        return [sent for sent, _ in self._messages]
+
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of the last stage. Each stage gets detached tensors, so that its graph ends at its inputs."""
         self._messages = []
