@@ -43,7 +43,7 @@ class MoveScratch(NamedTuple):
     makespan: Ints
     """One number: the makespan (ns) of the best order, which breaks ties. 0 disables this."""
     played: Ints
-    """One number: the moves played, without those that change nothing or exceed the memory."""
+    """One number: the passes played again after moves, of rows that a move changes within the memory."""
 
 
 def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
@@ -93,7 +93,6 @@ def anneal(
         if accepted:
             cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
             longest, new_cost = play_from(tables, rows, scratch, rank, low, share, cutoff)
-            scratch.played[0] += 1
             accepted = longest >= 0
         if not accepted:
             if back_to != back_from:
@@ -125,6 +124,7 @@ def play_from(tables: Tables, rows: Rows, scratch: MoveScratch, rank: int, low: 
         head[r] = resume[r]
     longest, cost = play_rows(tables, rows, scratch.play, share, cutoff)
     for r in range(len(tables.ranks)):
+        scratch.played[0] += head[r] - resume[r]
         if longest >= 0:
             copy_times(scratch.end, scratch.idle, rows.end, rows.idle, resume[r], head[r])
         else:

@@ -62,19 +62,18 @@ def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: Budget
         state = initial_play_state(arranged)
         _, cost = replay(arranged, rows, state, share, np.inf)
         while (part := budget.spent * ROUNDS - turn) < 1 and best.time > bound:
-            temperature = mean * HOT * (COLD / HOT) ** part
             seed_random(random.getrandbits(32))
             found, moves = best.assignment.copy(), max(8, SWAPPED_PASSES // tables.size)
-            goal, cost, used = swap_places(
-                arranged, rows, state, assignment, found, best.time, bound, cost, share, temperature, temperature, moves
-            )
+            middle, end = (budget.spent_after(counted) * ROUNDS - turn for counted in (moves, moves + max(8, MOVED_PASSES // tables.size)))
+            warm, mild, cool = (mean * HOT * (COLD / HOT) ** min(1.0, over) for over in (part, middle, end))
+            goal, cost, used = swap_places(arranged, rows, state, assignment, found, best.time, bound, cost, share, warm, mild, moves)
             best = JointOrder(rows.code.copy(), found, int(goal)) if goal < best.time else best
             budget.used += used
             _, cost = replay(arranged, rows, state, share, np.inf)
             if moves_passes:
                 code, moves = best.order.copy(), max(8, MOVED_PASSES // tables.size)
                 scratch = move_scratch(arranged, rows)
-                goal, cost, used = anneal(arranged, rows, scratch, code, best.time, bound, cost, share, temperature, temperature, moves)
+                goal, cost, used = anneal(arranged, rows, scratch, code, best.time, bound, cost, share, mild, cool, moves)
                 best = JointOrder(code, assignment.copy(), int(goal)) if goal < best.time else best
                 budget.used += used
     return best

@@ -102,7 +102,8 @@ def anneal_recompute(
         goal = min(goal, int(longest))
         over, begun = 0.0, budget.spent
         while over < 1 and goal > bound and budget.spent < 1:
-            next_over = min(1.0, over + chunk * MOVES / moves)
+            counted = (budget.spent_after(chunk * (CHANGES + MOVES)) - begun) / LONGEST_RUN
+            next_over = min(1.0, max(over + chunk * MOVES / moves, counted))
             seed_random(seed + budget.used)
             warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
             goal, cost, used = change_and_move(tables, rows, scratch, choice, best, goal, bound, cost, share, warm, cool, chunk)

@@ -19,7 +19,12 @@ ANNEALED_PASSES, LISTED_PASSES = 3_000_000, 300_000
 """Passes of moved schedules, and of list schedules, between two checks of the clock: some hundredths of a second."""
 
 REFUSED_PER_PLAY = 16
-"""The number of moves rejected without a play that count as one schedule in a search with few evaluations."""
+"""The number of moves that count as at least one schedule, played or not."""
+
+
+def counted_plays(passes: int, size: int, moves: int) -> int:
+    """The schedules of `size` passes that `moves` count as, of which this many passes were played again."""
+    return max(-(-passes // size), -(-moves // REFUSED_PER_PLAY))
 
 
 @dataclass
@@ -48,6 +53,10 @@ class BudgetMeter:
             return 1.0
         used, whole = (self.elapsed, self.seconds) if self.evaluations is None else (self.used, self.evaluations)
         return used / whole if whole > 0 else 1.0
+
+    def spent_after(self, count: int) -> float:
+        """The fraction spent after `count` more schedules; if seconds are counted, the fraction spent now."""
+        return self.spent if self.evaluations is None else (self.used + count) / max(1, self.evaluations)
 
 
 @dataclass
@@ -193,7 +202,7 @@ class SearchState:
             arguments = (self.tables, rows, scratch, best)
             goal, cost, moves = anneal(*arguments, goal, self.bound, cost, share_of_sum, warmth, warmth, chunk)
             now = int(scratch.played[0])
-            counted = max(now - played, -(-moves // REFUSED_PER_PLAY))
+            counted = counted_plays(now - played, len(order), moves)
             self.budget.used += counted
             used, played = used + counted, now
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")

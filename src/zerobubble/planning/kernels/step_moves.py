@@ -16,7 +16,8 @@ import numpy as np
 from zerobubble.ir import Schedule
 from zerobubble.planning.kernels.anneal import seed_random
 from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.search_state import BudgetMeter
+from zerobubble.planning.kernels.search_state import BudgetMeter, counted_plays
+from zerobubble.planning.kernels.short_search import FEW
 from zerobubble.planning.kernels.step_rows import (
     BACKWARD,
     FORWARD,
@@ -53,6 +54,9 @@ TEMPERATURES, HOT_TEMPERATURES = (0.05, 0.02, 0.2, 0.01), (0.3, 1.0)
 RUN_SHARE = 0.1
 """Fraction of the budget for each run: a few long runs find shorter schedules than many short ones."""
 
+FEW_TEMPERATURES = (0.2, 0.05)
+"""Starting temperatures of the only runs, all from the best schedule, if the evaluations are few."""
+
 CHUNK_PASSES, CHUNKS_OF_A_RUN = 1_000_000, 50
 """Passes of moved schedules between two checks of the clock, a hundredth of a second, and such checks in a run of counted evaluations."""
 
@@ -88,23 +92,26 @@ def anneal_in_steps(problem: Problem, schedules: Sequence[Schedule], bound: int,
         return None
     goal, best = starts[0][0], _copy(starts[0][1])
     size = len(best.code)
-    counted = int(RUN_SHARE * budget.left) // CHUNKS_OF_A_RUN
-    temperatures = HOT_TEMPERATURES + TEMPERATURES if size <= SMALL else TEMPERATURES
+    is_few = budget.evaluations is not None and budget.evaluations < FEW
+    temperatures = FEW_TEMPERATURES if is_few else HOT_TEMPERATURES + TEMPERATURES if size <= SMALL else TEMPERATURES
+    run_share = 1 / len(FEW_TEMPERATURES) if is_few else RUN_SHARE
+    counted = int(run_share * budget.left) // CHUNKS_OF_A_RUN
     interrupted = False
     seed_random(seed)
     try:
         for turn, hot in enumerate(cycle(temperatures)):
             if goal <= bound or budget.spent >= 1:
                 break
-            rows = _copy(best if turn % 2 or turn // 2 >= len(starts) else starts[turn // 2][1])
+            rows = _copy(best if is_few or turn % 2 or turn // 2 >= len(starts) else starts[turn // 2][1])
             scratch = StepScratch(_copy(rows), tables.first[:-1].copy(), np.zeros(size, np.int64), new_play(tables))
             _, cost = play_steps(tables, rows, new_play(tables), share, np.inf)
             begun = budget.spent
-            while (over := (budget.spent - begun) / RUN_SHARE) < 1 and goal > bound and budget.spent < 1:
+            while (over := (budget.spent - begun) / run_share) < 1 and goal > bound and budget.spent < 1:
                 chunk = max(1, min(counted, CHUNK_PASSES // size, budget.left))
                 warmth = mean * hot * 0.1**over
-                goal, cost, used = anneal_steps(tables, rows, scratch, best, goal, bound, cost, share, warmth, warmth, chunk)
-                budget.used += used
+                arguments = (tables, rows, scratch, best)
+                goal, cost, tried, passes = anneal_steps(*arguments, goal, bound, cost, share, warmth, warmth, chunk)
+                budget.used += counted_plays(passes, size, tried) if is_few else tried
     except KeyboardInterrupt:
         interrupted = True
     return Found(schedule_of_steps("planned", problem, tables, best), interrupted)
@@ -158,13 +165,13 @@ def anneal_steps(
     hot: float,
     cold: float,
     moves: int,
-) -> tuple[int, float, int]:
+) -> tuple[int, float, int, int]:
     """Tries `moves` moves on `rows` while the temperature (ns) falls from `hot` to `cold`. `cost` is the current cost of `rows`.
 
     `goal` is the longest time of `best` in ns. Both are replaced by better ones, and reaching `target` ends the search. Returns the goal,
-    the cost of `rows`, and the number of moves tried.
+    the cost of `rows`, the number of moves tried, and the passes played again.
     """
-    path_length = 0
+    path_length, passes = 0, 0
     copy_all(scratch.before, rows)
     for tried in range(moves):
         temperature = hot * (cold / hot) ** (tried / moves)
@@ -176,6 +183,8 @@ def anneal_steps(
         if fits(tables, rows, rank):
             cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
             longest, new_cost = play_from(tables, rows, scratch, rank, low, share, cutoff)
+            for r in range(len(tables.limit)):
+                passes += scratch.play.head[r] - scratch.resume[r]
         else:
             put_back(tables, rows, scratch.before, rank)
         if longest < 0:
@@ -185,8 +194,8 @@ def anneal_steps(
             goal = longest
             copy_all(best, rows)
             if goal <= target:
-                return goal, cost, tried + 1
-    return goal, cost, moves
+                return goal, cost, tried + 1, passes
+    return goal, cost, moves, passes
 
 
 @inlined
