@@ -102,8 +102,8 @@ SHORT_LIST, MOST_ON_ONE = 32, 4
 SEARCHED = 6
 """Candidates that get a search after a first schedule; without axes all."""
 
-SEARCHED_FURTHER = 3
-"""Candidates whose plans are improved by their axes."""
+SEARCHED_FURTHER = (6, 2)
+"""Candidates whose plans are improved by their axes, in each of two rounds with half of the budget for that."""
 
 FOR_ORDERS, FOR_STARTS = 0.6, 0.3
 """Shares of the seconds for orders, at least, and for first schedules if there are axes."""
@@ -314,17 +314,19 @@ class _Competition:
         lifts, finish = self._further
         if self.budget.is_empty or self.baseline is not None or self.interrupted:
             return
-        able = [place for place, entry in enumerate(self.entries) if entry.plans and not entry.candidate.is_compared]
-        able = self._each_kind_first(sorted(able, key=lambda place: rank_key(self.entries[place].best)))[:SEARCHED_FURTHER]
-        for done, place in enumerate(able):
-            spent = perf_counter() - self.started - self.compiling
-            seconds = max(0.0, (1 - finish) * self.budget.seconds - spent) / (len(able) - done)
-            part = self.budget.part(lifts).share(len(able))._replace(seconds=seconds)
-            if part.is_empty:
-                return
-            with CtrlC() as ctrl_c:
-                self.entries[place] = self.entries[place].improved(Effort(part, self.seed))
-            self.interrupted |= ctrl_c.came
+        end = self.started + self.compiling + (1 - finish) * self.budget.seconds
+        for turn, most in enumerate(SEARCHED_FURTHER):
+            able = [place for place, entry in enumerate(self.entries) if entry.plans and not entry.candidate.is_compared]
+            able = self._each_kind_first(sorted(able, key=lambda place: rank_key(self.entries[place].best)))[:most]
+            for done, place in enumerate(able):
+                parts = len(able) - done + len(able) * (len(SEARCHED_FURTHER) - turn - 1)
+                part = self.budget.part(lifts).share(len(SEARCHED_FURTHER) * len(able))
+                part = part._replace(seconds=max(0.0, end - perf_counter()) / parts)
+                if part.is_empty:
+                    return
+                with CtrlC() as ctrl_c:
+                    self.entries[place] = self.entries[place].improved(Effort(part, self.seed + turn))
+                self.interrupted |= ctrl_c.came
 
     def _each_kind_first(self, places: Sequence[int]) -> list[int]:
         """The places of ranked entries, before the others the best one with each choice of all axes but the innermost."""

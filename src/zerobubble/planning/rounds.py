@@ -65,7 +65,7 @@ def _search_rounds(
         for place, entry in list(known.items()):
             yield place, entry.after(with_list_schedule(entry.attempt))
     keep = keep if most is None else min(keep, most)
-    rounds = max(1, min(keep, len(open_entries(known)))).bit_length()
+    rounds = _num_rounds(min(keep, len(open_entries(known))), budget if most is not None else None)
     for turn in range(rounds):
         left = [place for place in open_entries(known) if turn == 0 or not known[place].candidate.is_compared]
         left = (left if most is None else sorted(left, key=lambda place: known[place].promise))[:keep]
@@ -75,6 +75,18 @@ def _search_rounds(
             part = budget.share(rounds * len(left), done, perf_counter() - started)
             yield place, known[place].after(improve_in_steps(known[place].attempt, part, seed + turn, on_progress))
         keep = ceil(len(left) / 2)
+
+
+LEAST_SEARCH = 250
+"""The fewest evaluations of a search that are worth another round."""
+
+
+def _num_rounds(count: int, budget: Budget | None) -> int:
+    """The rounds until one of `count` entries is left, or fewer if the evaluations of `budget` are few."""
+    rounds = max(1, count).bit_length()
+    if budget is None or budget.evaluations is None:
+        return rounds
+    return max(1, min(rounds, budget.evaluations // (LEAST_SEARCH * max(1, count))))
 
 
 def open_entries(known: Mapping[int, Entry]) -> list[int]:
