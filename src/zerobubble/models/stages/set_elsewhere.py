@@ -11,7 +11,7 @@ from zerobubble.models.observation.following import Follower, is_compound
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.shape_only import tensors_inside
 from zerobubble.models.observation.units import join
-from zerobubble.runtime.stage.loss_reads import SetAttribute
+from zerobubble.runtime.stage.set_attributes import SetAttribute
 
 
 class SetElsewhere:
@@ -30,11 +30,15 @@ class SetElsewhere:
 
     def attributes(self) -> list[SetAttribute]:
         """Returns the attributes that forwards have set so far."""
-        return [*self._of_other_units(), *self._in_copies(), *self._with_tensors()]
+        return [*self.of_other_units(), *self._in_copies(), *self._with_tensors()]
 
     def parts(self) -> dict[str, nn.Module]:
         """Returns the units of other stages by name."""
         return {name: shape_only.original for name, shape_only in self._others.items()}
+
+    def of_other_units(self) -> list[SetAttribute]:
+        """Returns the attributes that units of other stages have set."""
+        return list(self._of_other_units())
 
     def _of_other_units(self) -> Iterator[SetAttribute]:
         for unit, shape_only in self._others.items():

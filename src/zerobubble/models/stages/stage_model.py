@@ -348,7 +348,7 @@ def stage_model(
     own |= {"follow_model": follow_model, "refuse_call": refuse_call, "has_state": has_state, "give_back": give_back}
     own |= {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
     elsewhere = SetElsewhere(model, observed, cut, stage, follower)
-    own |= {"set_elsewhere": elsewhere.attributes, "parts_elsewhere": elsewhere.parts}
+    own |= {"set_elsewhere": elsewhere.attributes, "parts_elsewhere": elsewhere.parts, "set_by_other_parts": elsewhere.of_other_units}
     made.__class__ = with_own(type(model), own)
     return made
 

@@ -24,14 +24,13 @@ from zerobubble.errors import InputError
 from zerobubble.program import Channel
 from zerobubble.runtime.split.stage_with_loss import NAME as LOSS
 from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
+from zerobubble.runtime.stage.absent_attributes import DERIVED_FROM, AbsentAttributes
 from zerobubble.runtime.values.memory import local_part
 from zerobubble.runtime.values.released import guard, is_released, release, unguard
 from zerobubble.units import named
 
 _SAMPLED = 32
 """The largest number of parameters, and of values of each, that are compared to find a change."""
-_DERIVED_FROM = ("_orig", "_v")
-"""Endings of the parameters from which `torch.nn.utils.prune`, `spectral_norm` and `weight_norm` compute an attribute."""
 _open: weakref.WeakSet[CutModel] = weakref.WeakSet()
 """The models of open pipelines."""
 _CUT_FROM: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], ...]] = weakref.WeakKeyDictionary()
@@ -80,6 +79,7 @@ class CutModel:
         self._watched: _Watched | None = None
         self._hooks: list[RemovableHandle] = []
         self._refuse_read: Callable[[str], InputError] | None = None
+        self._attributes = AbsentAttributes(modules, self._attribute_error)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -117,6 +117,12 @@ class CutModel:
         self._hooks += [part.register_load_state_dict_pre_hook(_refuse_released) for part in parts]  # type: ignore[no-untyped-call]
         for model in self.models:
             model.__dict__["_apply"] = partial(_refuse_or_apply, model)
+        self._attributes.refuse()
+
+    def refuse_attributes(self) -> None:
+        """Refuses reads of attributes that forwards have set on other ranks, if the tensors are released."""
+        if self._is_released:
+            self._attributes.refuse()
 
     def _of_others(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that only other ranks train, under all of their names."""
@@ -213,12 +219,25 @@ class CutModel:
         """Notes that the model has trained values until `release` is called again. Returns whether it was released."""
         was_released, self._is_released, self._is_guarded = self._is_released, False, False
         self.watch()
+        self._attributes.restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for model in self.models:
             model.__dict__.pop("_apply", None)
         return was_released
+
+    def _attribute_error(self, module: str, name: str) -> InputError:
+        return InputError(
+            "rank {rank} does not have {name!r} of {module!r}, which a forward sets: it trains {stages}, and {module!r} is of another "
+            "rank's stage",
+            rank=self._rank,
+            name=name,
+            module=module,
+            stages=named("stage", sorted(self._modules)),
+            remedy="read it on the rank of the part, keep it in a buffer and read that inside `with zb.gathered(model):`, or return it "
+            "from the model's forward",
+        )
 
     def _error(self, name: str, what: str) -> InputError:
         if self._refuse_read is not None:
@@ -253,7 +272,7 @@ def derived_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, _ in part.named_parameters(recurse=False, remove_duplicate=False):  # TorchScript has no `_parameters` to iterate
             derived, _, ending = name.rpartition("_")
             tensor = part.__dict__.get(derived)
-            if f"_{ending}" in _DERIVED_FROM and isinstance(tensor, Tensor):
+            if f"_{ending}" in DERIVED_FROM and isinstance(tensor, Tensor):
                 yield f"{path}.{derived}" if path else derived, tensor
 
 

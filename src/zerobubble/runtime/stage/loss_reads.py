@@ -7,9 +7,8 @@ either is a fault. The step then ends without gradients, and all ranks raise the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
 from zerobubble.runtime.stage.cut_model import CutModel, models_of
 from zerobubble.runtime.stage.hook_reads import HookReads, hook_fault
+from zerobubble.runtime.stage.set_attributes import SetAttribute, SetsElsewhere
 from zerobubble.runtime.values.refusing import Refusing, RefusingList
 from zerobubble.runtime.values.stored import ABSENT
 from zerobubble.units import counted
@@ -25,28 +25,6 @@ from zerobubble.units import counted
 _RETURN = "return what loss_fn needs from the model's forward"
 _ADD = "compute the term in the part, with zb.nn.add_loss"
 _PENALTY = "add the gradient of a penalty after step, by p.grad.add_(...) for p in {pipe}.parameters()"
-
-
-class SetAttribute(NamedTuple):
-    """The attribute `name` of a module of the user's model, `path`, that forwards set to a value of this `kind`."""
-
-    module: nn.Module
-    path: str
-    name: str
-    kind: type
-
-
-@runtime_checkable
-class SetsElsewhere(Protocol):
-    """A stage module that was cut from a model by `zb.split`."""
-
-    def set_elsewhere(self) -> Sequence[SetAttribute]:
-        """Returns the attributes that forwards set and that the user's model lacks where this stage runs, or has as they were before."""
-        ...
-
-    def parts_elsewhere(self) -> Mapping[str, nn.Module]:
-        """Returns the parts of other stages by name, as the user's model has them."""
-        ...
 
 
 class LossReads:

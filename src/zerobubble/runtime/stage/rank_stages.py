@@ -21,8 +21,8 @@ from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.hook_reads import HookReads
 from zerobubble.runtime.stage.levels import RecomputeLevels
-from zerobubble.runtime.stage.loss_reads import SetsElsewhere
 from zerobubble.runtime.stage.parts import HasModelParts
+from zerobubble.runtime.stage.set_attributes import SetsElsewhere
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.buffers import in_mode
 from zerobubble.runtime.values.gradients import Gradients

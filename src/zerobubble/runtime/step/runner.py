@@ -245,6 +245,7 @@ class StepRunner:
         def share(value: Any) -> Any:
             return next(shared for shared in self.gather(value, doing) if shared is not None)
 
+        self.cut_model.refuse_attributes()
         with self.agreed_errors():
             self._stages.give_back(share if SetState.MODEL in self._losses.set_state else None)
         if SetState.LOSS in self._losses.set_state:

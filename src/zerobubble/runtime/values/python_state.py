@@ -45,6 +45,7 @@ from zerobubble.runtime.values.python_places import (
     globals_place,
     iterator_place,
 )
+from zerobubble.runtime.values.refusing import Refusing
 from zerobubble.runtime.values.stored import ABSENT, attributes_of, entries_of, is_a, slots_of
 
 _ATOMS = (int, float, complex, str, bytes, types.NoneType, Enum, torch.dtype, torch.device, torch.Size, nn.Parameter, ModuleType)
@@ -243,7 +244,7 @@ class _Finder:
             self.visit_all((f"a hook of {path or 'the module'}", hook) for hook in vars(module)[hooks].values())
 
     def _visit_tensor(self, path: str, tensor: Tensor) -> None:
-        if id(tensor) in self._owned or is_lazy(tensor) or tensor.is_inference() or tensor.is_meta:
+        if id(tensor) in self._owned or isinstance(tensor, Refusing) or is_lazy(tensor) or tensor.is_inference() or tensor.is_meta:
             return
         self.places.append(Elements(path, tensor))
 
