@@ -17,7 +17,12 @@ from zerobubble.errors import InputError, near
 PIECE_BYTES = 1 << 20
 
 
-SUFFIXES = frozenset((".txt", ".json", ".csv", ".svg", ".png", ".html", ".htm", ".jpg", ".jpeg", ".pdf", ".gif"))
+SUFFIXES = frozenset(
+    (
+        *(".txt", ".json", ".csv", ".yaml", ".yml", ".xml", ".docx"),
+        *(".svg", ".png", ".html", ".htm", ".jpg", ".jpeg", ".webp", ".pdf", ".gif"),
+    )
+)
 """The suffixes that say what is in a file."""
 
 

@@ -1,4 +1,4 @@
-"""Sixty mistakes on the command line: each ends in one sentence with the argument, the value and the remedy, and exit code 2."""
+"""Mistakes on the command line: each ends in one sentence with the argument, the value and the remedy, and exit code 2."""
 
 from __future__ import annotations
 
@@ -72,6 +72,21 @@ MISTAKES: list[tuple[str, Stated]] = [
     ("plan config.json --gpu RTX4090", ("config.json", "--gpus")),
     ("plan small.json --gpu RTX4090 --gpus 8", ("small.json", "num_hidden_layers", "config.json")),
     ("plan --from megatron:x --gpu H100", ("--from", "'megatron:x'", "titan:CONFIG")),
+    ("plan config.json --gpu 4090 --gpus 8", ("'4090'", "'RTX4090'")),
+    ("plan config.json --gpu h100 --gpus 8", ("'h100'", "'H100'")),
+    ("plan config.json --gpu gpu.json --gpus 8", ("gpu.json", "doctor", "--measure")),
+    ("plan config.json --gpu H100 --gpus 0", ("gpus", 0, 1)),
+    ("plan config.json --gpu H100 --gpus 8 --sequence 4k", ("--sequence", "'4k'")),
+    ("plan config.json --gpu H100 --gpus 8 --precision fp16", ("H100", "'fp16'", "'bf16'")),
+    ("plan config.json --gpu H100 --gpus 8 --memory 80", ("--memory", 80, "70GB")),
+    ("plan config.json --gpu H100 --gpus 8 --memory 1GB", ("8 H100", "1 GB", "--memory")),
+    ("plan config.json --gpu H100 --gpus 8 -p 4", ("config.json", "--ranks")),
+    ("plan config.json --gpu H100 --gpus 8 -o out.json", ("--output", "split", "layers.json")),
+    ("plan gpt2.json --gpu H100 --gpus 8 --sequence 2048", ("1,024", "2,048", "--sequence")),
+    ("plan broken.json --gpu H100 --gpus 8", ("broken.json", "config.json")),
+    (f"plan {P} --layers layers.json --gpu H100 --memory 2GB", ("--memory", "2 GB", "2.15 GB")),
+    (f"plan {P} --layers layers.json --gpu H100 --gpus 8", ("--gpus", "--ranks")),
+    (f"{TIMES} --gpu H100", ("--gpu", "--layers", "--from")),
     # files
     ("make missing.json", ("missing.json", "FOLDER")),
     ("make cost.json", ("cost.json", "'costs.json'")),
@@ -83,6 +98,16 @@ MISTAKES: list[tuple[str, Stated]] = [
     (f"show zb-h1 {P} --costs s.txt", ("s.txt", "schedule", "Pipeline.profile")),
     ("show zb-h1 -p 8 -m 8 --costs costs.json", ("'zb-h1'", 8, 4)),
     (f"plan {P} --layers list.json", ("list.json", "[F, B, W]")),
+    (f"plan {P} --layers list.json --gpu H100", ("list.json", "bytes", "--gpu")),
+    (f"plan {P} --layers broken.json", ("broken.json", "line", 1, "split")),
+    (f"plan {P} --layers config.json", ("config.json", "split", "layers.json")),
+    (f"plan {P} --layers layers.json --budget 0 --ranks 9", (2, 9, "2 ranks")),
+    ("plan -m 8 --costs layers.json", ("layers.json", "--layers")),
+    ("check layers.json", ("layers.json", "--layers")),
+    ("make binary.json", ("binary.json", "UTF-8")),
+    ("explore s.txt", ("s.txt", "--help")),
+    ("doctor --measure speeds", ("'speeds'", "speeds.json")),
+    (f"make zb-h1 {P} -o out.docx", ("docx", "out.txt")),
     ("plan missing.json --gpu RTX4090 --gpus 8", ("missing.json", "FOLDER")),
     ("split gpt9", ("gpt9", "FOLDER")),
     ("trace list.json", ("list.json", "export_chrome_trace")),
@@ -108,10 +133,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "list.json": "[1, 2]",
         "config.json": json.dumps(config),
         "small.json": json.dumps({"hidden_size": 3}),
+        "gpt2.json": json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 1024, "vocab_size": 99}),
+        "layers.json": json.dumps(zb.partition.layers_to_dict([zb.partition.Layer(1, 1, 1, 1, 1)] * 2)),
+        "gpu.json": json.dumps({"format": "zerobubble gpu 1", "name": "mine"}),
         "costs.json": json.dumps(zb.Costs.uniform(4).to_dict()),
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
+    (folder / "binary.json").write_bytes(bytes(range(256)))
     (folder / "folder").mkdir()
     return folder
 
@@ -121,4 +150,4 @@ def test_a_mistake_ends_in_its_cause_and_remedy(args: str, stated: Stated, folde
     monkeypatch.chdir(folder)
     said = refused(*args.split())
     states(said, *(str(folder) if value == "FOLDER" else value for value in stated))
-    assert {path.name for path in folder.iterdir()} & {"out.txt", "out.svg", "out.pdf", "nowhere"} == set()
+    assert {path.name for path in folder.iterdir()} & {"out.txt", "out.svg", "out.pdf", "out.docx", "nowhere"} == set()

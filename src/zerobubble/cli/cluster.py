@@ -65,7 +65,7 @@ MEANINGS = (
 
 def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureFiles, as_json: bool) -> None:
     """Prints and draws the fastest ways to divide the model. Raises `InputError` with all options that are missing or do not apply."""
-    _refuse_others()
+    _refuse_others(options)
     lacking = [flag for flag, value in (("--gpu", options.gpu), ("--gpus", options.gpus)) if value is None]
     if options.model is None or options.gpu is None or options.gpus is None:
         raise InputError(
@@ -96,16 +96,19 @@ def require_model(options: ClusterOptions, but: str | None = None) -> None:
     names = [column.name for column in fields(ClusterOptions) if column.name != but]
     if options.model is None and (flags := given_flags(*names)):
         sentence = "{argument} needs {needed}" if len(flags) == 1 else "{argument} need {needed}"
-        raise InputError(sentence, argument=" and ".join(flags), needed="--model", remedy="")
+        needed = "--model or CONFIG" if but is not None or flags != ["--gpu"] else "--model, CONFIG, --layers or --from"
+        remedy = "give the number of GPUs as --ranks" if but is not None and "--gpus" in flags else ""
+        raise InputError(sentence, argument=" and ".join(flags), needed=needed, remedy=remedy)
 
 
-def _refuse_others() -> None:
+def _refuse_others(options: ClusterOptions) -> None:
     others = [param.name for param in click.get_current_context().command.params if param.name not in _OWN | _SHARED]
     if flags := given_flags(*filter(None, others)):
         remedy = "leave it out" if len(flags) == 1 else "leave them out"
         if "--output" in flags:
             remedy += ", or give layers: `zerobubble split MODEL -o layers.json`, `zerobubble plan --layers layers.json -o plan.json`"
-        raise InputError("{argument} cannot be used with --model", argument=" and ".join(flags), remedy=remedy)
+        model = "--model" if given_flags("model") else options.model
+        raise InputError("{argument} cannot be used with {model}", argument=" and ".join(flags), model=model, remedy=remedy)
 
 
 def _text(found: Divisions) -> str:

@@ -101,7 +101,9 @@ def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, file: str | None,
       zerobubble doctor --json
     """
     if file is not None and not file.endswith(".json"):
-        raise InputError("{argument} takes a file that ends with .json, got {got!r}", argument="--measure", got=file, remedy=f"{file}.json")
+        raise InputError(
+            "{argument} takes a file that ends with .json, got {got!r}", argument="--measure", got=file, remedy=f"name it {file}.json"
+        )
     if file is not None:
         require_writable(file)
     findings = []

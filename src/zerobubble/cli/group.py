@@ -114,7 +114,7 @@ def _no_such_option(error: click.NoSuchOption) -> str:
 def _without_count(message: str) -> str:
     """Returns what click says about arguments too many in the form of the other errors."""
     _, found, extra = message.partition(_EXTRA)
-    return f"too many arguments: {extra.partition('(')[2].removesuffix(')')} is left over" if found else message
+    return f"too many arguments: {extra.partition('(')[2].removesuffix(')')} is left over; see --help" if found else message
 
 
 def _wrong_value(error: click.BadParameter) -> str:

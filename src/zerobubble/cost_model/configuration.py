@@ -59,7 +59,10 @@ def read_model(path: str) -> Model:
     except OSError as error:
         raise unusable("read", file, error) from error
     except ValueError as error:
-        raise InputError("the configuration {path} cannot be read: {reason}", path=path, reason=str(error)) from error
+        remedy = "give a model's config.json"
+        raise InputError(
+            "the configuration {path} cannot be read: {reason}; {remedy}", path=path, reason=str(error), remedy=remedy
+        ) from error
     if not isinstance(fields, dict):
         raise InputError("{path} is not a configuration of Transformers", path=path, remedy="give a model's config.json")
     name = file.parent.name if file.name == "config.json" else file.stem

@@ -286,10 +286,16 @@ def gpu_named(name: str) -> GPU:
     """Returns the GPU with that name; raises `InputError`, listing the known names."""
     if name not in GPUS:
         message = "there is no GPU {gpu!r}: {hint}available are {known}; {remedy}"
-        raise InputError(
-            message, gpu=name, hint=near(name, GPUS, same_numbers=True), known=", ".join(GPUS), remedy="use cost_model.GPU for others"
-        )
+        remedy = "for others, give a file of `zerobubble doctor --measure`, or a cost_model.GPU in Python"
+        raise InputError(message, gpu=name, hint=_hint(name), known=", ".join(GPUS), remedy=remedy)
     return GPUS[name]
+
+
+def _hint(name: str) -> str:
+    """Suggests a GPU whose name is in `name`, or the reverse, whatever its case and spaces, or one that is spelled alike."""
+    word = "".join(filter(str.isalnum, name)).upper()
+    alike = [gpu for gpu in GPUS if gpu in word or word in gpu] if any(map(str.isdigit, word)) else []
+    return f"did you mean {max(alike, key=len)!r}? " if alike else near(name, GPUS, same_numbers=True)
 
 
 def _read(file: str) -> GPU:
@@ -297,4 +303,5 @@ def _read(file: str) -> GPU:
         return GPU.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError("cannot read a GPU from {file}: {reason}", file=file, reason=str(reason)) from error
+        remedy = f"write one with `zerobubble doctor --measure {Path(file).name}`"
+        raise InputError("cannot read a GPU from {file}: {reason}; {remedy}", file=file, reason=str(reason), remedy=remedy) from error

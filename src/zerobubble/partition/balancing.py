@@ -232,7 +232,13 @@ def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits |
         raise InputError(message, placement=placement.name, placement_routes=len(placement.routes))
     if len(layers) < placement.num_stages:
         message = "{layers} cannot be cut into {placement_stages} stages: a stage is at least one layer"
-        raise InputError(message, layers=counted(len(layers), "layer"), num_layers=len(layers), placement_stages=placement.num_stages)
+        raise InputError(
+            message,
+            layers=counted(len(layers), "layer"),
+            num_layers=len(layers),
+            placement_stages=placement.num_stages,
+            remedy=f"use at most {counted(len(layers), 'rank')}",
+        )
     if limits is not None:
         limits.require_ranks(placement.num_ranks, "the placement")
     if isinstance(held, Schedule) and held.placement.routes != placement.routes:

@@ -13,6 +13,8 @@ from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
 from zerobubble.partition.speeds import as_links, as_speeds, at_links, at_speed, speed_of
 
+FORM = "zerobubble layers 1"
+"""The format of the JSON form of layers."""
 Cuts = tuple[int, ...]
 """The first layer of each stage except the first: S - 1 ascending numbers in 1 to L - 1 for S stages of L layers."""
 
@@ -165,7 +167,7 @@ def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement,
 @takes()
 def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:
     """Returns the JSON form, in ns and bytes. `layers_from_dict` reads it."""
-    return {"format": "zerobubble layers 1", "layers": [_layer_dict(layer) for layer in layers]}
+    return {"format": FORM, "layers": [_layer_dict(layer) for layer in layers]}
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:

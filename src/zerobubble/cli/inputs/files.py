@@ -13,6 +13,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError, parsed_json
 from zerobubble.export.document import Document, describe_document, load_document
 from zerobubble.ir import Schedule
+from zerobubble.partition.layers import FORM as LAYERS
 from zerobubble.planning.answer import Plan
 from zerobubble.schedules import known_schedules
 from zerobubble.timeline import Timeline
@@ -59,7 +60,8 @@ def parse_document(file: str, text: str, wanted: Wanted) -> Document:
         if error.fields.get("argument") != "format":
             named = {"file": shown_name(file), "reason": str(error), "remedy": wanted.remedy}
             raise InputError("cannot read {file}: {reason}; {remedy}", **named) from error
-        named = {"file": shown_name(file), "expected": wanted.words, "reason": error.fields["fault"], "remedy": wanted.remedy}
+        remedy = "give it as --layers of plan" if error.fields.get("got") == LAYERS else wanted.remedy
+        named = {"file": shown_name(file), "expected": wanted.words, "reason": error.fields["fault"], "remedy": remedy}
         raise InputError("{file} is not {expected}: {reason}; {remedy}", **named) from error
     if isinstance(document, Schedule):
         require_size(file, document.num_stages * document.num_microbatches)
@@ -102,13 +104,14 @@ def read_timeline(file: str) -> Timeline:
     return document
 
 
-def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
-    """Parses the JSON in `file`. Raises `InputError` with the file name, and the line or the message of `parse`."""
+def read_json(file: str, what: str, parse: Callable[[Any], Parsed], remedy: str = "") -> Parsed:
+    """Parses the JSON in `file`. Raises `InputError` with the file name, the line or the message of `parse`, and the `remedy`."""
     text = read_text(file)
     try:
         return parse(parsed_json(text))
     except InputError as error:
-        raise InputError("cannot read {what} from {file}: {reason}", what=what, file=str(file), reason=str(error)) from error
+        named = {"what": what, "file": str(file), "reason": str(error), "remedy": remedy}
+        raise InputError("cannot read {what} from {file}: {reason}" + ("; {remedy}" if remedy else ""), **named) from error
 
 
 def read_text(file: str) -> str:

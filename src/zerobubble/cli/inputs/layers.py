@@ -17,6 +17,7 @@ from zerobubble.partition.layers import LINE, NUMBERS, WORDS
 from zerobubble.planning.problem.workload import RANK_BYTES
 from zerobubble.units import NS_PER_MS
 
+REMEDY = "write the layers of a model with `zerobubble split config.json -o layers.json`"
 _TIMES = ("forward", "backward", "weight")
 _KEYS = tuple(column.name for column in fields(Layer))
 _REQUIRED = tuple(column.name for column in fields(Layer) if column.default is MISSING)
@@ -49,7 +50,7 @@ class GivenLayers(NamedTuple):
 def layers_in_file(file: str, work: WorkOptions, gpu: str | None, *, need_bytes: bool) -> GivenLayers:
     """Returns the layers in `file`, for the ranks and microbatches of the options, with estimated times of `gpu` if the file has FLOPs."""
     need_bytes |= gpu is not None
-    parts, machine = read_json(file, "layers", lambda data: (_layers(data, work.comm, work.held, need_bytes), _machine(data)))
+    parts, machine = read_json(file, "layers", lambda data: (_layers(data, work.comm, work.held, need_bytes), _machine(data)), REMEDY)
     if gpu is None:
         return GivenLayers(parts, work.ranks, work.microbatches, machine=machine)
     device = known_gpu(gpu)
@@ -64,7 +65,7 @@ def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False
     `comm` in ms and `held` apply to a list. Raises `InputError` with the file and the layer that is wrong, and for a list if
     `need_bytes`.
     """
-    return read_json(file, "layers", lambda data: _layers(data, comm, held, need_bytes))
+    return read_json(file, "layers", lambda data: _layers(data, comm, held, need_bytes), REMEDY)
 
 
 def _machine(data: Any) -> Machine | None:
