@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zerobubble as zb
 from tests.procs.ranks import Ranks
 from tests.refusals import raises, states
+from zerobubble.schedules import with_recompute
 
 WIDTH, MICROBATCHES = 4, 4
 CALLS: list[int] = []
@@ -128,11 +129,11 @@ def one_device(model: nn.Module, x: Tensor) -> int:
     return len(CALLS)
 
 
-def difference(group: Any, schedule: str, make: Callable[[], nn.Module]) -> tuple[float, int, int]:
+def difference(group: Any, schedule: str | zb.Schedule, make: Callable[[], nn.Module], **options: Any) -> tuple[float, int, int]:
     """Returns the rank's largest difference of a gradient from one device, and the gradients that hooks get here and there."""
     torch.manual_seed(0)
     model, x = make(), torch.randn(8, WIDTH, dtype=torch.float64)
-    with zb.Pipeline(zb.split(model, example=x[:2] / 1000), schedule, MICROBATCHES, mse_loss, group=group) as pipe:
+    with zb.Pipeline(zb.split(model, example=x[:2] / 1000), schedule, MICROBATCHES, mse_loss, group=group, **options) as pipe:
         CALLS.clear()
         pipe.step(x, x + 3)
         calls = len(CALLS)
@@ -160,6 +161,30 @@ def test_a_hook_that_gets_the_whole_gradient_has_the_numbers_of_one_device(world
     for place in RIGHT:
         assert max(first[place][0], second[place][0]) < 1e-12, place
         assert first[place][1] + second[place][1] == first[place][2] == RIGHT[place], place
+
+
+class OfInput(nn.Linear):
+    """A layer with a hook on its input."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(hooked(x)).tanh()
+
+
+def recomputed(group: Any) -> list[tuple[float, int, int]]:
+    def layers() -> nn.Module:
+        return nn.Sequential(*(OfInput() for _ in range(4)))
+
+    schedule = with_recompute(zb.make("zb-v", 2, MICROBATCHES))
+    return [difference(group, schedule, layers), difference(group, schedule, layers, recompute={"selective": [OfInput]})]
+
+
+def test_hooks_run_once_where_a_forward_is_recomputed(world: Ranks) -> None:
+    for first, second in zip(*world.run(recomputed, ranks=2), strict=True):
+        assert max(first[0], second[0]) < 1e-12
+        assert first[1] + second[1] == first[2] == 3 * MICROBATCHES
 
 
 class UsesGradient(nn.Linear):

@@ -26,6 +26,7 @@ from zerobubble.runtime.measure.memory_meter import Held, Meter, saving_through
 from zerobubble.runtime.split.layers.weight_work import pass_in_progress
 from zerobubble.runtime.stage.forward_state import ForwardState
 from zerobubble.runtime.values.hold import Hold, here
+from zerobubble.runtime.values.parameter_hooks import without_new_hooks
 from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.runtime.values.python_state import PythonState
 
@@ -177,7 +178,7 @@ class _Call:
         if not filling.num_needed:
             return
         try:
-            with self._restored(), saving_through(filling.fill, _refuse_backward):
+            with self._restored(), saving_through(filling.fill, _refuse_backward), without_new_hooks(self.inputs):
                 self._own(*self._args, **self._kwargs)
         except _AllSavedError:
             return

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.values.buffers import buffers_of, changing_parameters, put_buffers
+from zerobubble.runtime.values.parameter_hooks import without_new_hooks
 from zerobubble.runtime.values.payload import Tensors
 from zerobubble.runtime.values.python_state import PythonState, Snapshot
 from zerobubble.runtime.values.random_state import RandomState
@@ -124,9 +125,14 @@ class FirstRun:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of the first run: autograd builds a graph, but saves nothing."""
-        with torch.autograd.graph.saved_tensors_hooks(_drop, self._refuse_backward):
-            yield
+        """Context of the first run: autograd builds a graph, but saves nothing, and hooks on the inputs wait for the second run."""
+        with torch.autograd.graph.saved_tensors_hooks(_drop, self._refuse_backward), without_new_hooks(self.inputs):
+            try:
+                yield
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                self._refuse_backward(error)
         self._state.end_first_run(f"stage {self._index}", "leave the stage out of the schedule's R passes")
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Takes the user's hooks on gradients from parameters, so that autograd does not call them, and puts them back."""
+"""Takes the user's hooks on gradients from tensors, so that autograd does not call them, and puts those of parameters back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 ON_GRADIENT = "_backward_hooks"
 """Where torch keeps the hooks of `register_hook`. Autograd refers to the same dict."""
@@ -54,3 +54,16 @@ def hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for hooks in taken:
             hooks.put_back()
+
+
+@contextmanager
+def without_new_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context at whose end the hooks that were registered in it on the gradients of `tensors` are dropped."""
+    before = [(tensor, len(tensor._backward_hooks or ())) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, number in before:
+            hooks = tensor._backward_hooks
+            while hooks and len(hooks) > number:
+                hooks.popitem()
