@@ -16,9 +16,11 @@ If stages communicate with stages of other pipelines, the first ranks of these p
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -36,13 +38,22 @@ MOST_KEPT = 64
 """The number of kinds of inputs whose message shapes are cached. The least recently used one is dropped."""
 
 
+class Stepped(IntEnum):
+    """Whether an optimizer of a rank has stepped since the last training step."""
+
+    NO = 0
+    YES = 1
+    UNKNOWN = 2
+
+
 @dataclass(frozen=True, slots=True)
 class StepStart:
     """What a step plays: inputs of the kind `key`, split from `batch_size` samples. `call` is the number of the call on the sending rank.
 
     Messages between ranks from position `announced_from` of the chain on announce their shapes: 0 means all of them, the number of ranks
     means none. `num_microbatches`, `evaluating` and `digest`, of its text, identify the schedule. Unless `more` is 0, a `StepOrder` of so
-    many numbers follows. A call that the first rank refuses has no microbatches.
+    many numbers follows. `stepped` says whether an optimizer of the sending rank has stepped since the last training step. A call that the
+    first rank refuses has no microbatches.
     """
 
     topic: ClassVar[Topic] = Topic.STEP
@@ -55,9 +66,10 @@ class StepStart:
     evaluating: bool
     digest: int
     more: int = 0
+    stepped: Stepped = Stepped.UNKNOWN
 
     def numbers(self) -> tuple[int, ...]:
-        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule, self.more)
+        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule, self.more, self.stepped)
 
     @classmethod
     def read(cls, numbers: Tensor) -> StepStart:
@@ -66,8 +78,8 @@ class StepStart:
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> StepStart:
         """Returns the start that was written as these `numbers`."""
-        call, key, announced_from, batch_size, num_microbatches, evaluating, digest, more = numbers
-        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest, more)
+        call, key, announced_from, batch_size, num_microbatches, evaluating, digest, more, stepped = numbers
+        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest, more, Stepped(stepped))
 
     @property
     def schedule(self) -> tuple[int, bool, int]:
@@ -167,6 +179,7 @@ class StepHandshake:
         self._keys: dict[tuple[tuple[int, ...], Autocast | None, tuple[tuple[Shapes, Structure], ...]], int] = {}
         self._known: dict[int, KnownMessages] = {}
         self._sending: list[Sending] = []
+        self._has_warned = False
         self._data_order = StepOrder(tuple(range(schedule.num_microbatches)))
 
     def open(
@@ -176,12 +189,13 @@ class StepHandshake:
         batch_size: int,
         form: tuple[int, ...] = (),
         costs: MicrobatchCosts | None = None,
+        stepped: Stepped = Stepped.UNKNOWN,
     ) -> StepMessages:
         """Opens the step of the `call` with this number, for these `inputs` of the first rank.
 
         `form` is what changes with the messages of this rank for the same inputs, such as which parameters require a gradient. With the
         `costs` of the first rank, microbatches take the places that these choose, in passes that were planned ahead if there are any;
-        otherwise the order of the data.
+        otherwise the order of the data. Warns once if this rank has `stepped` its optimizer and the rank before it has not, or vice versa.
 
         Raises `InputError` if this rank is in another call, or plays something else, than the rank that starts the step, and `RefusedError`
         if the first rank refuses the call.
@@ -198,7 +212,8 @@ class StepHandshake:
         if self._forms.get(start.key, form) != form and self._peers.rank in self._chain:
             start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._peers.rank)))
         self._forms[start.key] = form
-        self._forward(start)
+        self._compare_steps(start.stepped, stepped)
+        self._forward(start if stepped is Stepped.UNKNOWN else replace(start, stepped=stepped))
         if start.more:
             self._sending += [self._peers.send_control(plays, rank) for rank in self._children]
         if start.announced_from == 0:
@@ -291,6 +306,18 @@ class StepHandshake:
 
     def _ordered(self, costs: MicrobatchCosts | None, longest: tuple[float, ...]) -> StepOrder:
         return self._data_order if costs is None else StepOrder(costs.choose(longest))
+
+    def _compare_steps(self, theirs: Stepped, mine: Stepped) -> None:
+        if self._parent is None or self._has_warned or Stepped.UNKNOWN in (theirs, mine) or theirs is mine:
+            return
+        self._has_warned = True
+        ranks = [self._members[self._parent], self._me]
+        stepped, other = ranks if theirs is Stepped.YES else ranks[::-1]
+        warnings.warn(
+            f"an optimizer of rank {stepped} has stepped since the last training step, and none of rank {other} has, so their stages train "
+            "differently: decide whether to step from values that all ranks have, such as pipe.clip_grad_norm_(math.inf)",
+            stacklevel=2,
+        )
 
     def _compare(self, start: StepStart, parent: int) -> None:
         """Raises if this rank does not play what `parent` has started."""

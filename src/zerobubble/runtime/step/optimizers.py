@@ -123,6 +123,8 @@ class SteppingOptimizers:
         self._announce = announce
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.validated: tuple[Optimizer, ...] = ()
+        self.has_stepped = False
+        """Whether any of them has stepped since the last training step."""
         self._is_stepping = False
 
     @contextmanager
@@ -143,6 +145,7 @@ class SteppingOptimizers:
         if optimizer not in self.seen:
             _refuse_mixed(optimizer)
         self.seen.add(optimizer)
+        self.has_stepped = True
         if not is_announced:
             self._announce()
 

@@ -30,6 +30,7 @@ from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, ProgramCache, ReadyProgram, compiled_for
 from zerobubble.runtime.failure.context import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.mailbox.handshake import Stepped
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
@@ -418,7 +419,8 @@ class StepRunner:
                 self._stages.refuse_calls(inputs, named)
         with self._refusals.of_others(executor, outputs):
             form = (*executor.trained, self._stages.num_changes)
-            opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, form, costs)
+            stepped = self._stepped() if outputs is None else Stepped.UNKNOWN
+            opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, form, costs, stepped)
         known, announced, size, order, passes = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
@@ -434,6 +436,13 @@ class StepRunner:
         seed_pass = self.rng.seed_pass_of(self._num_steps, count * slices, evaluation)
         gradient_of = partial(self._losses.gradient_of, seed)
         return Batch(inputs, finish, gradient_of, known, announced, named, order, seed_pass, self._parted), passes
+
+    def _stepped(self) -> Stepped:
+        """Returns whether an optimizer of this rank has stepped since the last training step, if any ever has."""
+        has_stepped, self.optimizers.has_stepped = self.optimizers.has_stepped, False
+        if self.optimizers.validated or not self.optimizers.seen:
+            return Stepped.UNKNOWN
+        return Stepped.YES if has_stepped else Stepped.NO
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:

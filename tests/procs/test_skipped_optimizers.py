@@ -1,0 +1,35 @@
+"""A rank that skips its optimizer while others step is warned of, and no loop that decides alike on all ranks is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+
+
+def skipping(group: Any, skips: dict[int, list[int]], frozen: int | None = None) -> int:
+    """The number of warnings if each rank skips its optimizer in these steps, and all parameters of the stage `frozen` are frozen."""
+    with zb.Pipeline(build, "1f1b", 2, loss_fn, group=group) as pipe, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if frozen in pipe.modules:
+            pipe.modules[frozen].requires_grad_(False)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+        for number in range(6):
+            pipe.step(*batch(2))
+            if number not in skips.get(pipe.rank, []):
+                optimizer.step()
+            optimizer.zero_grad()
+            pipe.eval_step(*batch(2))
+        return sum("has stepped" in str(warning.message) for warning in caught)
+
+
+def test_a_rank_that_skips_its_optimizer_alone_is_warned_of_once(world: Ranks) -> None:
+    assert world.run(skipping, {1: [2, 4]}, ranks=2) == [0, 1]
+    assert world.run(skipping, {0: [3]}, ranks=3) == [0, 1, 0]
+    assert world.run(skipping, {0: [1, 3, 4], 1: [1, 3, 4]}, ranks=2) == [0, 0]
+    assert world.run(skipping, {}, 0, ranks=2) == [0, 0]
