@@ -73,6 +73,7 @@ MISTAKES: list[tuple[str, Stated]] = [
     ("plan small.json --gpu RTX4090 --gpus 8", ("small.json", "num_hidden_layers", "config.json")),
     ("plan --from megatron:x --gpu H100", ("--from", "'megatron:x'", "titan:CONFIG")),
     ("plan config.json --gpu 4090 --gpus 8", ("'4090'", "'RTX4090'")),
+    ("plan config.json --gpu A100_40GB --gpus 8", ("'A100_40GB'", "'A100-40GB'")),
     ("plan config.json --gpu h100 --gpus 8", ("'h100'", "'H100'")),
     ("plan config.json --gpu gpu.json --gpus 8", ("gpu.json", "doctor", "--measure")),
     ("plan config.json --gpu H100 --gpus 0", ("gpus", 0, 1)),

@@ -141,6 +141,9 @@ Source: NVIDIA, A100 Tensor Core GPU data sheet (312 TFLOP/s in BF16, 2,039 GB/s
 architecture whitepaper (108 SMs); NVIDIA, DGX A100 data sheet (8 GPUs, 8 ConnectX of 200 Gbit/s for the compute network).
 """
 
+A100_40GB = _known(replace(A100, name="A100-40GB", memory_bytes=40960 * MIB, memory_bandwidth=1.555e12))
+"""NVIDIA A100 40 GB SXM. Source: NVIDIA, A100 Tensor Core GPU data sheet (1,555 GB/s; the rest as with 80 GB)."""
+
 H100 = _known(
     GPU(
         name="H100",
@@ -293,9 +296,14 @@ def gpu_named(name: str) -> GPU:
 
 def _hint(name: str) -> str:
     """Suggests a GPU whose name is in `name`, or the reverse, whatever its case and spaces, or one that is spelled alike."""
-    word = "".join(filter(str.isalnum, name)).upper()
-    alike = [gpu for gpu in GPUS if gpu in word or word in gpu] if any(map(str.isdigit, word)) else []
+    word = _letters(name)
+    inside = [gpu for gpu in GPUS if _letters(gpu) in word]
+    alike = inside or [gpu for gpu in GPUS if any(map(str.isdigit, word)) and word in _letters(gpu)]
     return f"did you mean {max(alike, key=len)!r}? " if alike else near(name, GPUS, same_numbers=True)
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name)).upper()
 
 
 def _read(file: str) -> GPU:
