@@ -63,6 +63,28 @@ class Reversed(Limited):
         return -gradient
 
 
+def halved_one(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+def narrowed(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def narrowly_hooked(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor.register_hook(narrowed)
+    return tensor
+
+
+class Narrowed(Limited):
+    """The identity, whose backward limits gradients."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return narrowed(gradient)
+
+
 FUNCTIONS = {"limited function": Limited, "reversed function": Reversed}
 
 
@@ -217,12 +239,12 @@ def test_a_forward_that_uses_gradients_of_parameters_is_refused(use: str, is_gua
         zb.split(nn.Sequential(*layers), example=torch.randn(2, WIDTH)).cut(2)
 
 
-def with_hooks_in_a_forward(group: Any) -> str:
+def with_hooks_in_a_forward(group: Any, split: str) -> str:
     def stage(_: int, __: int) -> nn.Module:
-        return UsesGradient(USES["register_hook"], is_guarded=True)
+        return UsesGradient(lambda weight: weight.register_hook(halved_one), is_guarded=True)
 
     x = torch.randn(8, WIDTH, dtype=torch.float64)
-    with zb.Pipeline(stage, "1f1b", MICROBATCHES, mse_loss, group=group) as pipe:
+    with zb.Pipeline(stage, "1f1b", MICROBATCHES, mse_loss, group=group, split=split) as pipe:
         try:
             pipe.step(x, x)
         except (zb.InputError, zb.PipelineError) as error:
@@ -230,9 +252,29 @@ def with_hooks_in_a_forward(group: Any) -> str:
     return ""
 
 
-def test_stages_that_register_hooks_on_parameters_in_a_step_are_refused(world: Ranks) -> None:
-    for sentence in world.run(with_hooks_in_a_forward, ranks=2):
-        states(sentence, "InputError", "weight")
+@pytest.mark.parametrize(("split", "stated"), [("deferred", "weight"), ("graph", "parameter")])
+def test_stages_that_register_hooks_on_parameters_in_a_step_are_refused(world: Ranks, split: str, stated: str) -> None:
+    for sentence in world.run(with_hooks_in_a_forward, split, ranks=2):
+        states(sentence, "InputError", "hook", stated)
+
+
+def in_graphs(group: Any) -> list[tuple[float, int, int]]:
+    def acted(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for number, layer in enumerate(layers):
+            x = Narrowed.apply(layer(x)) if number == 2 else layer(x)
+            if number != 2 and x.requires_grad:
+                x.register_hook(narrowed)
+        return x
+
+    def layers() -> nn.Module:
+        return nn.Sequential(*(Layer(narrowly_hooked) for _ in range(4)))
+
+    return [difference(group, "zb-h1", make, split="graph") for make in (layers, partial(Leaving, acted))]
+
+
+def test_hooks_and_functions_have_the_numbers_of_one_device_in_graphs(world: Ranks) -> None:
+    for first, second in zip(*world.run(in_graphs, ranks=2), strict=True):
+        assert max(first[0], second[0]) < 1e-12
 
 
 class Leaving(nn.Module):

@@ -198,6 +198,7 @@ class Trace:
             with recording as checkpoint_of, answering, TraceableGroupedProducts(), within(self._autocast), collecting_losses() as added:
                 output = self._module(*positional, **named)
             self._refuse_new_buffers(tensors[:num_owned])
+            _refuse_new_hooks(tensors[: self._owned_counts.parameters])
         self.values = answering.guard()
         mode = get_proxy_mode()
         if mode is not None:
@@ -303,6 +304,12 @@ class Trace:
                 graph, examples, self._owned_counts, self._weight_only, self._make_part, self._defer_work, has_symbols=True
             )
         self.symbols.finish()
+
+
+def _refuse_new_hooks(parameters: Iterable[Tensor]) -> None:
+    """Raises `InputError` if the forward has registered a hook on one of its parameters, which would get gradients of microbatches."""
+    if any(parameter._backward_hooks for parameter in parameters):
+        raise InputError("its forward registers a hook on a parameter (register it once, before or between steps)")
 
 
 def _pass_values_on(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
