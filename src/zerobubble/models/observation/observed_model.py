@@ -36,7 +36,7 @@ from zerobubble.models.observation.handed_mappings import Opened, mappings_in, p
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
 from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
 from zerobubble.models.observation.source_tracker import SourceTracker, named, storage_of
-from zerobubble.models.observation.stand_in import Current, StandIn, device_of, not_of_the_model, placeholder, placeholder_like
+from zerobubble.models.observation.stand_in import Current, StandIn, blank, device_of, not_of_the_model, placeholder_like
 from zerobubble.models.observation.units import Units, join, modules_outside
 from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.values.added_losses import collecting_losses
@@ -298,7 +298,7 @@ class _Observed:
         arguments = Opened.from_call(args, kwargs)
         for changed in seen.changed:
             self._tracker.was_changed(arguments.leaves[changed], name)
-        output, recorded, put = placeholder(seen.form, device_of(args, kwargs), writable=True)
+        output, recorded, put = blank(seen.form, device_of(args, kwargs))
         tensors = [leaf for leaf in pytree.tree_leaves((output, recorded, put)) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self._tracker.come_from(tensor, frozenset({call}))
@@ -472,7 +472,8 @@ def _is_of_autograd(frame: FrameType) -> bool:
 
 
 def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+    """Yields the frames around the caller. Its own frame would hold itself, and tensors, if somebody reads its locals."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import OutputForm
-from zerobubble.models.observation.shape_only import ShapeOnlyUnit
+from zerobubble.models.observation.shape_only import ShapeOnlyUnit, untouched_zeros
+from zerobubble.runtime.device import is_host
 
 _META = torch.device("meta")
 
@@ -115,6 +116,13 @@ def placeholder(form: OutputForm, device: torch.device, *, writable: bool = Fals
         return made.clone() if writable else made
 
     return form.filled([replaced(leaf) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves])
+
+
+def blank(form: OutputForm, device: torch.device) -> Any:
+    """Returns zeros of this form, for an observed forward, which reads no values: writable, without memory until code writes to them."""
+    if device != _META and not is_host(device):
+        return placeholder(form, device, writable=True)
+    return form.filled([untouched_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves])
 
 
 def placeholder_like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zerobubble.models.observation.example import Arguments
+from zerobubble.models.proof.short import runs_same_code, shortened
 from zerobubble.runtime.values.random_state import forked
 
 MOST_PROVED = 10_000_000
 """Maximum number of parameters of a model that is copied for a proof."""
-_DIVISORS = (64, 32, 16, 8, 4, 2)
+_DIVISORS = (64, 128, 256, 32, 16, 8, 4, 2)
+"""Divisors of widths. Those above 64 serve models with more than about 60 layers; fewer sizes are multiples of them."""
 _SMALL = 64
 """Smaller sizes stay unchanged: numbers of heads, layers and experts."""
 _KEPT = ("position", "length", "window", "image_size", "patch", "layer", "token", "num_", "chunk", "block", "size_per", "n_ctx", "max_seq")
 """Words in the names of sizes that are not widths."""
+_WINDOWS = ("window", "chunk")
+"""Words in the names of sizes that a model compares with the length of an example."""
 _VOCABULARY = 256
 
 
@@ -28,38 +33,60 @@ class NoTinyModelError(Exception):
 
 
 def tiny_models(model: nn.Module, arguments: Arguments) -> Iterator[tuple[nn.Module, Arguments]]:
-    """Yields models of the class of `model` with smaller widths, smallest first, each with suitable `arguments`.
+    """Yields models of the class of `model` with smaller widths, each with suitable `arguments`.
 
+    The arguments are short if the model then runs the same code. Windows of attention are shortened as much.
     Raises `NoTinyModelError` if there is none.
     """
     config, make = getattr(model, "config", None), getattr(type(model), "_from_config", None)
     if config is None or make is None or not hasattr(config, "to_dict"):
         raise NoTinyModelError(f"{type(model).__name__} has no configuration of Transformers from which to create a tiny model")
-    found = False
-    for divisor in _DIVISORS:
+    whole = pytree.tree_map_only(Tensor, _known_token, arguments)
+    (short, factor), device, found = shortened(whole), _device_of(arguments), False
+
+    def tiny_of(divisor: int, factor: int) -> nn.Module | None:
+        smaller = _shrunk(copy.deepcopy(config), divisor, factor)
         try:
             with forked():
-                tiny = make(_shrunk(copy.deepcopy(config), divisor))
+                tiny = make(smaller) if _is_small(partial(make, smaller)) else None
         except Exception:  # noqa: BLE001 - a configuration may constrain its sizes in any way
-            continue
-        if sum(parameter.numel() for parameter in tiny.parameters()) <= MOST_PROVED and _matches(model, tiny):
+            return None
+        return tiny.to(device) if tiny is not None and _matches(model, tiny) else None
+
+    for divisor in _DIVISORS:
+        tiny = tiny_of(divisor, 1)
+        if tiny is not None:
             found = True
-            yield tiny.to(_device_of(arguments)), pytree.tree_map_only(Tensor, _known_token, arguments)
+            small = tiny_of(divisor, factor)
+            is_short = small is not None and runs_same_code((small, short), (tiny, whole))
+            yield (small, short) if small is not None and is_short else (tiny, whole)
     if not found:
         raise NoTinyModelError(f"no tiny {type(model).__name__} with the same parts can be created from its configuration")
 
 
-def _shrunk(config: Any, divisor: int) -> Any:
-    """Returns `config` with its widths divided, including those of nested configurations."""
+def _is_small(make: Callable[[], nn.Module]) -> bool:
+    """Returns whether a model has at most `MOST_PROVED` parameters. Creates it without values, as it may be larger than memory."""
+    try:
+        with torch.device("meta"):
+            model = make()
+    except NotImplementedError:  # it reads values
+        model = make()
+    return sum(parameter.numel() for parameter in model.parameters()) <= MOST_PROVED
+
+
+def _shrunk(config: Any, divisor: int, factor: int) -> Any:
+    """Returns `config` with its widths divided, and its windows by `factor`, including those of nested configurations."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            _shrunk(value, divisor)
+            _shrunk(value, divisor, factor)
         elif type(value) is not int:
             continue
         elif name == "vocab_size":
             setattr(config, name, min(value, _VOCABULARY))
         elif name.endswith("_token_id") and value >= _VOCABULARY:
             setattr(config, name, _VOCABULARY - 1)
+        elif any(word in name for word in _WINDOWS):
+            setattr(config, name, max(1, value // factor))
         elif value >= _SMALL and value % divisor == 0 and not any(word in name for word in _KEPT):
             setattr(config, name, value // divisor)
         elif name == "head_dim" or name.endswith("_head_dim"):
