@@ -18,6 +18,8 @@ from zerobubble.errors import InputError
 WIDTH, MICROBATCHES, TOLERANCE = 4, 2, 1e-9
 PLACES = ("before the parts", "between the parts", "child", "around parts")
 KINDS = ("attribute", "property", "dict", "list", "object", "tensor", "new tensor", "buffer", "new buffer")
+NAMES = {"property": "attribute", "new tensor": "tensor", "buffer": "total", "new buffer": "total"}
+"""Names of the attributes that count, where they differ from the kind."""
 
 
 class Record:
@@ -257,13 +259,37 @@ class Shared(nn.Module):
         return x
 
 
+class Overwriting(nn.Module):
+    """Sets objects and tensors anew in each forward, which is no count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.cache: dict[str, Tensor] = {}
+        self.hidden: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden.clear()
+        self.cache["mask"] = torch.ones_like(x)
+        self.size = x.shape
+        for layer in self.layers:
+            x = layer(x).tanh()
+            self.hidden.append(x.mean())
+        self.last = x.detach().mean()
+        return x
+
+
 def refusals(group: Any) -> list[str]:
     texts = []
-    for make, schedule in ((Shared, "zb-v"), (partial(Net, "attribute", "child"), "dualpipe")):
+    cells = [(Shared, "zb-v"), *((partial(Net, kind, "child"), "dualpipe") for kind in KINDS)]
+    for make, schedule in cells:
         split = zb.split(make().double(), example=batch()[:2])
         with pytest.raises(InputError) as error:
             zb.Pipeline(split, schedule, 4, nn.functional.mse_loss, group=group)
         texts.append(str(error.value))
+    torch.manual_seed(0)
+    with zb.Pipeline(zb.split(Overwriting().double(), example=batch()[:2]), "dualpipe", 4, nn.functional.mse_loss, group=group) as pipe:
+        pipe.step(batch(), batch())
     return texts
 
 
@@ -271,7 +297,8 @@ def test_stages_of_one_rank_that_would_count_twice_are_refused(world: Ranks) -> 
     first, second = world.run(refusals, ranks=2)
     assert first == second
     assert "'record'" in first[0]
-    assert "'child.attribute'" in first[1]
+    for kind, text in zip(KINDS, first[1:], strict=True):
+        assert f"'child.{NAMES.get(kind, kind)}'" in text
 
 
 class Later(nn.Module):
@@ -283,7 +310,7 @@ class Later(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1
+        self.calls = self.calls + 1 if self.early else self.calls
         for layer in self.layers:
             x = layer(x).tanh()
         if (self.early and self.calls > 2 * MICROBATCHES) or self.threshold > 2:
@@ -320,10 +347,11 @@ def late_refusals(group: Any) -> list[str]:
     x = batch()
     texts: list[str] = []
     torch.manual_seed(0)
-    model = Later(early=True).double()
+    model = Later(early=False).double()
     with zb.Pipeline(zb.split(model, example=x[:2]), "dualpipe", 4, nn.functional.mse_loss, group=group) as pipe:
         pipe.step(x, x)
         pipe.step(x, x)
+        model.threshold = 3
         for call in (lambda: pipe.step(x, x), lambda: pipe.eval_step(x)):
             with pytest.raises(InputError) as error:
                 call()

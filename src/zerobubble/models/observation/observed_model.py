@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -42,6 +42,7 @@ from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.random_state import forked
+from zerobubble.runtime.values.shared_values import sent
 
 _REMEMBERED = 64
 """Maximum number of kinds of arguments in the cache."""
@@ -62,6 +63,8 @@ class ObservedModel:
         """Names of attributes and buffers that forwards change, by the module around the units that has them."""
         self.changed_late: dict[str, set[str]] = defaultdict(set)
         """The names that forwards change after they have called a unit: stages before the last one may not run that code."""
+        self.accumulated: set[tuple[str, str]] = set()
+        """The tensors and objects among them, by module and name, that another forward with the same arguments changes again."""
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._assemble()
@@ -151,9 +154,7 @@ class ObservedModel:
     def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Dataflow:
         around = [leaf for leaf in (*self._model.buffers(), *pytree.tree_leaves((args, kwargs))) if isinstance(leaf, Tensor)]
         meta = any(leaf.is_meta for leaf in around)
-        source_tracker = SourceTracker(self._model.named_buffers(), self._held, self._buffers, self._sole_holders, meta=meta)
-        for name, parameter in self._parameters.items():
-            source_tracker.come_from(parameter, frozenset({DirectParameter(name)}))
+        source_tracker = self._tracker(meta=meta)
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # some models change their arguments in place
         given = {source_tracker.note(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for module, mode in self._modes:
@@ -172,12 +173,42 @@ class ObservedModel:
                 del self._current.forward
                 for buffer, before in buffers:
                     buffer.copy_(before)
+            self._note_accumulated(lambda: self._run_again(args, kwargs, around, meta=meta))
         self._separate()
         _refuse_losses(added)
         _refuse_changed_behind(source_tracker.changed_inside)
         _refuse_stale(source_tracker.used & observed.written)
         together = observed.checkpoints.together() + self._sharing(observed.written)
         return Dataflow(observed.calls(), sources, together, not given.isdisjoint(source_tracker.written), observed.marked())
+
+    def _tracker(self, *, meta: bool) -> SourceTracker:
+        tracker = SourceTracker(self._model.named_buffers(), self._held, self._buffers, self._sole_holders, meta=meta)
+        for name, parameter in self._parameters.items():
+            tracker.come_from(parameter, frozenset({DirectParameter(name)}))
+        return tracker
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: list[Tensor], *, meta: bool) -> None:
+        """Runs a forward whose dataflow is not observed, as far as it can run once more."""
+        tracker = self._tracker(meta=meta)
+        self._current.forward = _Observed(tracker, self._record, self._states)
+        try:
+            with suppress(Exception), forked(self._parameters, around), torch.no_grad(), tracker, collecting_losses():
+                self._model(*args, **kwargs)
+        finally:
+            del self._current.forward
+
+    def _note_accumulated(self, run_again: Callable[[], None]) -> None:
+        """Notes which changed tensors and objects differ after another forward, such as counts, as far as ranks could share them."""
+        before = self._written_objects()
+        if before:
+            run_again()
+            now = self._written_objects()
+            self.accumulated.update(place for place, text in before.items() if now.get(place) != text)
+
+    def _written_objects(self) -> dict[tuple[str, str], str]:
+        values = {(name, own): vars(self._copies[name]).get(own) for name, names in self.changed.items() for own in names}
+        compound = {place: sent(value) for place, value in values.items() if is_compound(value) or isinstance(value, Tensor)}
+        return {place: repr(contents) for place, contents in compound.items() if contents is not None}
 
     def _states(self) -> dict[str, Snapshot]:
         """Returns the state of each copy of a module around the units."""
@@ -211,8 +242,8 @@ class ObservedModel:
                 follower.separate(self._changed_objects())
 
     def counts(self) -> list[str]:
-        """Returns the numbers and buffers around the units that forwards change."""
-        return counts_in(self._model, self.changed)
+        """Returns the numbers and buffers around the units that forwards change, and the objects that they accumulate."""
+        return [*counts_in(self._model, self.changed), *(join(name, own) for name, own in sorted(self.accumulated))]
 
     def _changed_objects(self) -> dict[str, set[str]]:
         """Returns the attributes, by module around the units, whose objects forwards change."""
