@@ -199,6 +199,15 @@ def test_wrong_questions_are_refused(call: Callable[[], object], stated: Stated)
         call()
 
 
+def test_only_pipelines_and_their_replicas_are_tried() -> None:
+    """Their first rank has the whole embedding, which tensor parallelism divides."""
+    found = small(model=EXPERTS, gpus=4, pipeline_only=True, top=50)
+    assert {(choice.setting.tp, choice.setting.cp, choice.setting.ep) for choice in found.choices} == {(1, 1, 1)}
+    assert found.best.step.seconds >= small(model=EXPERTS, gpus=4).best.step.seconds
+    with raises(InputError, "--pipeline-only"):
+        small(memory="4.5GB", pipeline_only=True, gpus=4)
+
+
 SHAPE = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 8192}
 BIG = {"num_hidden_layers": 1, "num_attention_heads": 7, "num_key_value_heads": 7, "hidden_size": 1792}
 TOO_LARGE: list[tuple[dict[str, int], str, str]] = [

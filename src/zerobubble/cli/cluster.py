@@ -43,6 +43,7 @@ class ClusterOptions:
     precision: str = option("--precision", default="bf16", metavar="NAME", help="Precision of linear layers, bf16 or fp8.")
     gradients: str = option("--gradients", default="fp32", metavar="NAME", help="Precision of gradient sums, fp32 or bf16.")
     overlap_tp: bool = option("--overlap-tp", is_flag=True, help="Overlap tensor-parallel collectives in F, too.")
+    pipeline_only: bool = option("--pipeline-only", is_flag=True, help="Only pipelines and their replicas: tp, cp and ep are 1.")
     top: int = option("--top", type=int, default=10, metavar="N", help="Number of ways to print.")
 
 
@@ -83,6 +84,7 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
             precision=options.precision,
             gradients=options.gradients,
             overlap_tp=options.overlap_tp,
+            pipeline_only=options.pipeline_only,
             memory=memory,
             top=options.top,
             progress=progress,

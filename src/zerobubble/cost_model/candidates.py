@@ -96,15 +96,19 @@ def rank_shares(tried: TriedSchedule, ranks: int, v: int, layers: tuple[int, ...
     return tuple(one for one in known if not any(one != other and all(map(le, one, other)) for other in known))
 
 
-def candidates(base: Setting, efficiency: Efficiency, gpus: int, batch: int, *, smallest: bool = False) -> Iterator[Candidate]:
+def candidates(
+    base: Setting, efficiency: Efficiency, gpus: int, batch: int, *, pipeline_only: bool = False, smallest: bool = False
+) -> Iterator[Candidate]:
     """Yields every way to divide the model of `base` over `gpus` GPUs, for steps of `batch` sequences.
 
-    With `smallest`, only those that keep the fewest activations: microbatches of one sequence, with full recomputation.
+    With `pipeline_only`, tp, cp and ep are 1. With `smallest`, only those that keep the fewest activations are listed: microbatches of one
+    sequence, with full recomputation.
     """
     kernels = Kernels(base.gpu, efficiency)
-    every_ep = (1,) if base.model.experts is None else _powers(base.model.experts.routed)
+    every_ep = (1,) if base.model.experts is None or pipeline_only else _powers(base.model.experts.routed)
+    neighbors = _powers(1 if pipeline_only else base.gpu.domain_size)
     for tp, cp, ep, microbatch, recompute in product(
-        *(_powers(base.gpu.domain_size), _powers(base.gpu.domain_size), every_ep),
+        *(neighbors, neighbors, every_ep),
         *(([1], ["full"]) if smallest else (_powers(MOST_SEQUENCES), RECOMPUTE)),
     ):
         if gpus % (tp * cp) or batch % microbatch:

@@ -94,6 +94,7 @@ class Divisions(Displayed):
     ways: int
     too_large: int
     simulated: int
+    pipeline_only: bool = False
 
     @property
     def best(self) -> Division:
@@ -114,10 +115,11 @@ class Divisions(Displayed):
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Returns a sentence for each assumption about the best way, and about the search."""
+        groups = "tp, cp and ep 1, powers of two for" if self.pipeline_only else "powers of two for tp, cp, ep and"
         schedules = ", ".join(tried.name for tried in SCHEDULES)
         return (
             *self.best.estimate.assumptions,
-            f"Search space: powers of two for tp, cp, ep and sequences per microbatch (up to {MOST_SEQUENCES}), every number of ranks, up "
+            f"Search space: {groups} sequences per microbatch (up to {MOST_SEQUENCES}), every number of ranks, up "
             f"to {MOST_STAGES_OF_A_RANK} stages per rank, recompute {', '.join(RECOMPUTE)}, schedules {schedules}.",
             f"Steps of more than {LONG} microbatches per rank are simulated in part: their steady state repeats every p microbatches.",
             f"The memory limit of a GPU is {show_bytes(self.memory_bytes)}.",
@@ -183,6 +185,7 @@ def _row(choice: Division) -> str:
     precision=str,
     gradients=str,
     overlap_tp=bool,
+    pipeline_only=bool,
     memory=optional(BYTES),
     top=WHOLE,
     efficiency=instance(Efficiency),
@@ -197,6 +200,7 @@ def divide(
     precision: str = "bf16",
     gradients: str = "fp32",
     overlap_tp: bool = False,
+    pipeline_only: bool = False,
     memory: int | str | None = None,
     top: int = 10,
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
@@ -215,6 +219,7 @@ def divide(
         precision: "bf16", or "fp8" for the products of linear layers.
         gradients: precision of weight gradients and their sums, "fp32" or "bf16".
         overlap_tp: whether tensor-parallel communication overlaps with matrix products wherever possible.
+        pipeline_only: whether only pipelines and their replicas are tried: tp, cp and ep are 1.
         memory: memory limit per GPU, in bytes or as text such as "70GB"; by default all of its memory.
         top: number of results.
         efficiency: fractions of the data sheet figures that operations reach.
@@ -227,7 +232,7 @@ def divide(
     batch = _batch_of(model) if batch is None else batch
     base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, top)
     limit = base.gpu.memory_bytes if memory is None else as_bytes(memory)
-    question = Question(base, gpus, batch, limit)
+    question = Question(base, gpus, batch, limit, pipeline_only)
     ways = sorted(question.candidates(efficiency), key=attrgetter("seconds"))
     if not ways:
         raise _indivisible(question, efficiency)
@@ -248,7 +253,7 @@ def divide(
         simulated += 1
     if not best:
         raise _too_large(question, efficiency, len(ways), least)
-    return Divisions(tuple(best), batch, limit, len(ways), too_large, simulated)
+    return Divisions(tuple(best), batch, limit, len(ways), too_large, simulated, pipeline_only)
 
 
 def _with(best: list[Division], found: Division) -> list[Division]:
@@ -308,8 +313,9 @@ def _indivisible(question: Question, efficiency: Efficiency) -> InputError:
     options = options_that_fit(question, efficiency, fewer=True)
     return InputError(
         "{name} cannot be divided over {gpus} GPUs for a batch of {batch} sequences, because no number of replicas divides the batch, "
-        "with powers of two for tp and cp and at most {layers} ranks",
+        "with {groups} and at most {layers} ranks",
         name=question.base.model.name,
+        groups="tp and cp 1" if question.pipeline_only else "powers of two for tp and cp",
         gpus=question.gpus,
         batch=question.batch,
         layers=question.base.model.layers,

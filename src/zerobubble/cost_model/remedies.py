@@ -32,10 +32,11 @@ class Question:
     gpus: int
     batch: int
     limit: int
+    pipeline_only: bool = False
 
     def candidates(self, efficiency: Efficiency, *, smallest: bool = False) -> Iterator[Candidate]:
         """Yields every way to divide the model, or only those with the fewest bytes."""
-        return candidates(self.base, efficiency, self.gpus, self.batch, smallest=smallest)
+        return candidates(self.base, efficiency, self.gpus, self.batch, pipeline_only=self.pipeline_only, smallest=smallest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def options_that_fit(question: Question, efficiency: Efficiency, *, fewer: bool 
     can_be_shorter = shorter and _fits(shorter[-1][1], efficiency)
     kinds = (
         *(_fewer_gpus(question) if fewer else (), _gpus(question), _batch(question)),
-        *(shorter if can_be_shorter else (), _gradients(question), _memory(question)),
+        *(shorter if can_be_shorter else (), _gradients(question), _memory(question), _beyond_pipelines(question)),
     )
     options = tuple(option for kind in kinds for option in _first_that_fits(kind, efficiency))
     return options or _first_that_fits(_other_gpu(question), efficiency)
@@ -110,6 +111,11 @@ def _sequence(question: Question) -> Iterator[tuple[str, Question]]:
         model = with_sequence(question.base.model, tokens)
         yield f"with --sequence {tokens} --batch {question.batch}", replace(question, base=replace(question.base, model=model))
         tokens //= 2
+
+
+def _beyond_pipelines(question: Question) -> Iterator[tuple[str, Question]]:
+    if question.pipeline_only:
+        yield "without --pipeline-only", replace(question, pipeline_only=False)
 
 
 def _gradients(question: Question) -> Iterator[tuple[str, Question]]:
