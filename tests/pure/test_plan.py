@@ -583,6 +583,10 @@ def test_placements_that_the_budget_is_too_short_for_are_left_out_with_the_reaso
     monkeypatch.setattr(attempt, "FIRST_SECONDS", 0.4 / 192)
     found = zb.plan(work, 8, memory=4, placements=["linear", "vee", "looped-2"], seconds=1)
     assert found.placement.name == "vee", "the most promising"
+    monkeypatch.setattr(attempt, "FIRST_SECONDS", 0.75 / 192)
+    found = zb.plan(work, 8, memory=4, placements=["linear", "vee", "looped-2"], seconds=1)
+    assert found.placement.name == "vee", "the most promising, even if it takes more than half of the time"
+    assert next(choice.plan.reason for choice in found.choices if choice.name == "looped-2").count("give 4 s") == 1
     counted = zb.plan(work, 8, memory=4, placements=["linear", "vee", "looped-2"], evaluations=1)
     assert all(choice.plan.order is not None for choice in counted.choices), "where the clock must not decide"
 

@@ -10,10 +10,10 @@ import pytest
 import zerobubble as zb
 from tests.refusals import states
 from tests.thinned import every
+from zerobubble.planning import attempt
 from zerobubble.planning.answer import CUT_SHORT
 from zerobubble.planning.layer_plan import CutSavings
 from zerobubble.planning.pareto import pareto
-from zerobubble.units import show_ms
 
 WORK = zb.Workload.uniform(3, (1, 1, 1), held=2.0)
 """B leaves W twice of what F saved."""
@@ -33,17 +33,10 @@ def test_the_note_separates_searched_from_published_where_b_leaves_more_than_f_s
 EQUAL = zb.Workload.uniform(4, (1, 1, 1))
 
 
-def test_of_equally_short_plans_the_one_with_the_smaller_makespan_wins() -> None:
-    made = zb.plan(EQUAL, 8, seconds=0)
-    spans, makespans = zip(*((c.plan.timeline.bubble_span, c.plan.timeline.bubble_makespan) for c in made.choices), strict=True)  # type: ignore[union-attr]
-    assert made.choices[0].name == "vee"
-    assert makespans[0] == min(makespan for span, makespan in zip(spans, makespans, strict=True) if span == spans[0]) < max(makespans)
-
-
 def test_the_note_of_an_equally_short_plan_says_what_ranks_it_after_the_winner() -> None:
     winner, other = zb.plan(EQUAL, 8, placements=["vee", "linear"], seconds=0).choices
     assert winner.plan.time == other.plan.time
-    states(other.note, show_ms((other.plan.makespan or 0) - (winner.plan.makespan or 0)), "winner")
+    states(other.note, f"{other.plan.problem.messages} messages", str(winner.plan.problem.messages), "winner")
     states(winner.note, "rank 0")
     (first, second), work = ("linear", "vee"), zb.Workload.uniform(2, (1, 1, 0))  # one microbatch has one path, however often it is sent
     winner, other = zb.plan(work, 1, placements=[second, first], objective="makespan", seconds=0).choices
@@ -55,7 +48,7 @@ def test_the_table_says_what_steps_are_and_sets_apart_what_was_not_searched() ->
     lines = str(zb.plan(EQUAL, 8, seconds=0)).splitlines()
     assert lines[0].split()[:5] == ["placement", "period", "bubble", "bound", "over"]
     apart = lines.index("not searched, a first schedule that fits:")
-    assert [line.split()[0] for line in lines[1 : apart - 1]] == ["vee", "linear"]
+    assert [line.split()[0] for line in lines[1 : apart - 1]] == ["linear", "vee"]
     assert {line.split()[0] for line in lines[apart + 1 : apart + 6]} == {"looped-2", "looped-3", "looped-4", "wave-3", "wave-4"}
     states(" ".join(str(zb.plan(EQUAL, 8, placements="linear", objective="makespan", seconds=0)).split()), "--objective")
     states(" ".join(str(zb.plan(EQUAL, 8, 2, placements="wave-4", seconds=0)).split()), "searched", "Nothing", "--budget", "seconds=")
@@ -88,6 +81,38 @@ def test_a_published_schedule_that_is_nearly_as_short_is_named_with_its_stages()
     assert made.simple.how == "gis-h"
     assert (made.time or 0) < (made.simple.time or 0) < 1.005 * (made.time or 0)
     states(str(made), "--stages-per-rank 4")
+
+
+def test_a_published_schedule_is_the_simple_choice_where_the_winner_splits_its_backward_passes() -> None:
+    work = zb.Workload.from_ms((8.65,) * 2, (10.77,) * 2, (9.4,) * 2, (0.0,) * 2, held=0.5)
+    made = zb.plan(work, 8, 3, placements="vee", objective="makespan", seconds=0)
+    assert (made.schedule.name, made.simple and made.simple.how) == ("dualpipe-v", "zb-v")
+    assert ((made.simple and made.simple.time) or 0) < 1.005 * (made.time or 0)
+
+
+def test_the_fewest_messages_then_the_fewest_stages_win_a_tie() -> None:
+    tied = zb.plan(zb.Workload.uniform(4, (10, 10, 10)), 16, placements=["vee", "linear"], evaluations=500)
+    winner, other = tied.choices
+    assert (winner.name, other.name, winner.plan.time) == ("linear", "vee", other.plan.time)
+    assert (winner.plan.makespan or 0) > (other.plan.makespan or 0)
+    states(other.note, "192", "96", "messages")
+    alone = zb.plan(zb.Workload.uniform(1, (10, 10, 10)), 4, placements=["looped-2", "linear"], evaluations=10)
+    assert [(choice.name, choice.plan.time) for choice in alone.choices] == [("linear", 120_000_000), ("looped-2", 120_000_000)]
+    states(alone.choices[1].note, "2 stages", "1")
+
+
+def test_a_budget_that_ends_before_a_search_says_how_much_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"placements": ["looped-4", "wave-4"], "seconds": 1}
+    monkeypatch.setattr(attempt, "CHECK_SECONDS", 0.01)
+    ended = zb.plan(EQUAL, 12, 3, **given)
+    assert not any(choice.searched for choice in ended.choices)
+    assert ended.enough_seconds >= 2 * 2 * 0.01 * 2 * 12 * 48
+    assert str(ended).endswith(ended.unsearched_text)
+    states(ended.unsearched_text, str(ended.enough_seconds))
+    monkeypatch.undo()
+    given.pop("seconds")
+    assert zb.plan(EQUAL, 12, 3, **given, evaluations=20).enough_seconds == 0
+    assert zb.plan(EQUAL, 12, 3, **given, seconds=0).enough_seconds == 0, "nothing was to be searched"
 
 
 def test_a_plan_that_ctrl_c_cuts_short_says_so() -> None:

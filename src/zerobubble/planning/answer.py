@@ -90,7 +90,8 @@ class Plan(Displayed):
 
     `time` is the problem's objective in ns, `bound` a proven lower bound on it. Among equally short schedules, the one with the smaller
     `makespan` (ns) wins. `offloads` are what each rank moves to the host. `how` names what found the schedule, in `seconds` without the
-    seconds of `compiling` the search. `reason` says why there is no schedule, and `interrupted` that Ctrl-C ended the search.
+    seconds of `compiling` the search. `reason` says why there is no schedule, and `interrupted` that Ctrl-C ended the search. If the budget
+    ended before anything was searched, `enough_seconds` is one that should suffice, otherwise 0.
 
     `choices` are the candidates, such as placements, without gathers and offload. The best come first, and those on which nothing can run
     last. `str` gives a table of them with reasons. `savings` say what each axis saved. `simple` is a published schedule that is nearly as
@@ -112,6 +113,7 @@ class Plan(Displayed):
     simple: Plan | None = None
     compiling: float = 0.0
     interrupted: bool = False
+    enough_seconds: int = 0
 
     @classmethod
     def from_schedule(
@@ -181,8 +183,8 @@ class Plan(Displayed):
 
     def with_winner(self, winner: Plan, *savings: Saving) -> Plan:
         """Returns the same search with `savings` and another winner, which is not one of its choices."""
-        cut_short = self.interrupted
-        return replace(winner, choices=self.choices, savings=savings, seconds=self.seconds, compiling=self.compiling, interrupted=cut_short)
+        names = ("choices", "seconds", "compiling", "interrupted", "enough_seconds")
+        return replace(winner, savings=savings, **{name: getattr(self, name) for name in names})
 
     def saving(self, kind: type[Kind]) -> Kind | None:
         """The savings from the axis of `kind`; None if it was not planned."""
@@ -210,7 +212,7 @@ class Plan(Displayed):
         if not self.choices:
             return super().__str__()
         table = self.savings[0].table(self) if self.savings else self.comparison
-        remarks = [*self.not_run, self.simple_text, *map(str, self.savings), CUT_SHORT if self.interrupted else ""]
+        remarks = [*self.not_run, self.simple_text, *map(str, self.savings), CUT_SHORT if self.interrupted else "", self.unsearched_text]
         return "\n\n".join([table, *map(_filled, filter(None, remarks))])
 
     @property
@@ -220,6 +222,12 @@ class Plan(Displayed):
             return ()
         used = {"head": self.order.has_divided_head, "sharded": self.problem.sharded is not None, "host": bool(self.offloads)}
         return not_run([axis for axis, is_used in used.items() if is_used])
+
+    @property
+    def unsearched_text(self) -> str:
+        """A sentence on a budget that ended before anything was searched; empty otherwise."""
+        remedy = f"give {self.enough_seconds} s or more, or fewer placements"
+        return f"The budget ended before anything was searched: {remedy}." if self.enough_seconds else ""
 
     @property
     def simple_text(self) -> str:

@@ -11,12 +11,12 @@ plays every pass, so a good order of few microbatches is found much sooner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain, islice
-from math import isfinite
+from math import ceil, isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -92,6 +92,26 @@ class Budget(NamedTuple):
         """Whether half of the budget suffices to make schedules with this many passes; always true if the clock must not decide."""
         return self.evaluations is not None or self.is_empty or FIRST_SECONDS * passes <= self.seconds / 2
 
+    def lasts_for_first(self, passes: int) -> bool:
+        """Whether the budget suffices to make the only schedule, of this many passes; always true if the clock must not decide."""
+        return self.evaluations is not None or self.is_empty or FIRST_SECONDS * passes <= FIRST_SHARE * self.seconds
+
+    @classmethod
+    def for_first_schedules(cls, passes: int) -> Budget:
+        """The least whole seconds, half of which suffice to make schedules with this many passes."""
+        return cls(float(ceil(2 * FIRST_SECONDS * passes)))
+
+    def enough_for_search(self, spent: float, passes: Sequence[int]) -> int:
+        """Whole seconds that suffice for first schedules, which took `spent`, and to search and check one of these passes each.
+
+        0 if this budget lasts, if it is empty, or if the clock must not decide.
+        """
+        rounds = len(passes).bit_length()
+        needed = 2 * spent + 2 * rounds * CHECK_SECONDS * sum(passes)
+        if self.evaluations is not None or self.is_empty or needed <= self.seconds:
+            return 0
+        return max(ceil(needed), int(self.for_first_schedules(sum(passes)).seconds))
+
     def lasts_for_check(self, problem: Problem) -> bool:
         """Whether there is time for more than checking an answer; always true if the clock must not decide."""
         return self.evaluations is not None or self.seconds > CHECK_SECONDS * problem.num_passes
@@ -131,6 +151,9 @@ The search for one axis of a problem wraps the search for the others and is a `S
 
 FIRST_SECONDS = 6e-6
 """Seconds per pass to make, check and play a placement's first schedule."""
+
+FIRST_SHARE = 0.8
+"""Share of a short budget that the only schedule may take; bounds and checks follow."""
 
 PASSES_AT_ONCE = 3_500
 """Passes that the papers' heuristics order in about a tenth of a second, which is always allowed."""
@@ -241,9 +264,10 @@ def start_attempt(
     return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept), published=tuple(plain))
 
 
-def left_out(name: str, problem: Problem, bound: Bound) -> Attempt:
-    """An attempt for which the budget is too short: it has no schedule, and the reason says so."""
-    reason = f"the budget is too short for a schedule of {problem.num_passes:,} passes: give more seconds, or this placement alone"
+def left_out(name: str, problem: Problem, bound: Bound, enough: float) -> Attempt:
+    """An attempt for which the budget is too short: it has no schedule, and the reason says so, with the seconds `enough` for all."""
+    needed = f"give {enough:g} s for all placements, or name this one alone"
+    reason = f"the budget is too short for a schedule of {problem.num_passes:,} passes: {needed}"
     return Attempt(name, Plan(problem, Status.FEASIBLE, bound, None, None, 0.0, "", reason), is_left_out=True)
 
 

@@ -184,27 +184,36 @@ class _Competition:
 
     def _search(self) -> None:
         """Opens the most promising candidates, and searches for orders by successive halving."""
-        budget, baseline = self._for_orders, self.baseline
+        budget = self._for_orders
         with CtrlC() as ctrl_c:
-            if self.axes and baseline is None:
-                able = [one for candidate in self.candidates for one in (candidate.problem, candidate.target) if not one.is_forward_only]
-                self.compiling = compile_search(able, budget)
+            self._compile([one for candidate in self.candidates for one in (candidate.problem, candidate.target)] if self.axes else [])
             for entry in self._opened(self._short_list(), budget):
                 self.entries.append(entry)
-            if baseline is None:
-                able = [entry.candidate.problem for entry in self.entries if entry.attempt.can_improve]
-                self.compiling += compile_search([] if self.axes else able, budget)
-                self.entries = with_sharper_bounds(self.entries, budget)
-                spent = perf_counter() - self.started - self.compiling
-                if not budget.is_empty:
-                    self.entries = successive_halving(
-                        self.entries, budget.share(1, spent=spent), self.seed, self.progress, SEARCHED if self.axes else None
-                    )
+            self._compile([] if self.axes else [entry.candidate.problem for entry in self.entries if entry.attempt.can_improve])
+            self._halve(budget)
         self.interrupted = ctrl_c.came or any(entry.attempt.interrupted for entry in self.entries)
         if self.refusals and not any(entry.plans for entry in self.entries):
             raise self.refusals[0]
         if not self.entries:
             raise KeyboardInterrupt
+
+    def _compile(self, problems: Sequence[Problem]) -> None:
+        """Compiles the search for these problems, unless a baseline replaces it."""
+        if self.baseline is None:
+            self.compiling += compile_search([problem for problem in problems if not problem.is_forward_only], self._for_orders)
+
+    def _halve(self, budget: Budget) -> None:
+        """Searches from the opened candidates by successive halving, unless a baseline replaces the search."""
+        if self.baseline is None:
+            self.entries = with_sharper_bounds(self.entries, budget)
+            if not budget.is_empty:
+                left, most = budget.share(1, spent=self._spent), SEARCHED if self.axes else None
+                self.entries = successive_halving(self.entries, left, self.seed, self.progress, most)
+
+    @property
+    def _spent(self) -> float:
+        """The seconds since the beginning, without compiling."""
+        return perf_counter() - self.started - self.compiling
 
     def _short_list(self) -> list[Candidate]:
         """The candidates to open: the most promising, with at least one for each placement and for each choice that axes report."""
@@ -240,40 +249,54 @@ class _Competition:
 
         If the budget is too short for all, the most promising come first, and those for which no time is left are left out.
         """
-        whole, started, opened = budget.share(len(listed)), perf_counter(), dict[str, bool]()
-        if self.axes:
-            whole = self.budget.share(min(len(listed), SEARCHED))
         lasts = budget.lasts_for_seeds(sum(candidate.problem.num_passes for candidate in listed))
-        ordered = listed if lasts else self._first_to_open(listed, budget)
-        for candidate in (*ordered, *(other for other in self.candidates if not any(other is one for one in listed))):
-            if any(opened.values()) and not any(candidate is one for one in listed):
-                return
-            spent, passes = perf_counter() - started, candidate.problem.num_passes
-            left = budget._replace(seconds=budget.seconds - 2 * spent)
-            is_affordable = lasts or (left.seconds > 0 and left.lasts_for_seeds(passes))
-            is_needed = not any(opened.values()) if self.axes else not opened
-            if (
-                is_needed
-                or candidate.problem.shortage_reason
-                or (is_affordable and not (self.axes and perf_counter() > self.budget.part(FOR_STARTS).end(self.started + self.compiling)))
-            ):
+        whole = self.budget.share(min(len(listed), SEARCHED)) if self.axes else budget.share(len(listed))
+        made, opened, started = set[str](), set[str](), perf_counter()
+        for candidate in listed if lasts else self._first_to_open(listed, budget):
+            is_needed = not (made if self.axes else opened)
+            if is_needed or candidate.problem.shortage_reason or self._can_open(candidate, budget, started, lasts):
                 for entry in self._open(candidate, whole):
-                    opened[candidate.name] = opened.get(candidate.name, False) or bool(entry.plans)
+                    opened.add(candidate.name)
+                    made |= {candidate.name} if entry.plans else set()
                     yield entry
             elif candidate.name not in opened:
-                opened[candidate.name], bound = False, self._bound(candidate.target)
-                yield Entry(candidate, left_out(candidate.name, candidate.problem, bound), bound)
+                opened.add(candidate.name)
+                yield self._left_out(candidate, listed)
+        yield from () if made else self._until_one_fits(listed, whole)
 
-    def _first_to_open(self, listed: Sequence[Candidate], budget: Budget) -> list[Candidate]:
-        """The candidates, the most promising by bounds and closed forms first; before them the best that half the budget lasts for.
+    def _until_one_fits(self, listed: Sequence[Candidate], budget: Budget) -> Iterator[Entry]:
+        """The candidates that were not listed, each with a first schedule, until one fits."""
+        for candidate in self.candidates:
+            entries = [] if any(candidate is other for other in listed) else list(self._open(candidate, budget))
+            yield from entries
+            if any(entry.plans for entry in entries):
+                return
 
-        If it lasts for none, the smallest comes first.
+    def _can_open(self, candidate: Candidate, budget: Budget, started: float, lasts: bool) -> bool:
+        """Whether time is left for a first schedule, and as much again for what follows; `started` is when the first one began."""
+        if self.axes and perf_counter() > self.budget.part(FOR_STARTS).end(self.started + self.compiling):
+            return False
+        left = budget._replace(seconds=budget.seconds - 2 * (perf_counter() - started))
+        return lasts or (left.seconds > 0 and left.lasts_for_seeds(candidate.problem.num_passes))
+
+    def _left_out(self, candidate: Candidate, listed: Sequence[Candidate]) -> Entry:
+        """The entry of a candidate for which no time is left, with the seconds that are enough for all of `listed`."""
+        bound = self._bound(candidate.target)
+        enough = Budget.for_first_schedules(sum(other.problem.num_passes for other in listed))
+        return Entry(candidate, left_out(candidate.name, candidate.problem, bound, enough.seconds), bound)
+
+    def _first_to_open(self, listed: Sequence[Candidate], budget: Budget) -> Iterator[Candidate]:
+        """The candidates, the best by closed forms whose schedule the budget lasts for first, then the most promising by bounds, too.
+
+        If it lasts for none, the smallest comes first. Bounds are not computed before the first schedule, which may take all of the time.
         """
-        ordered = sorted(listed, key=lambda one: estimate_of_best_seed(one.problem, self._bound(one.target).time))
+        ordered = sorted(listed, key=lambda one: estimate_of_best_seed(one.problem, 0))
         feasible = [candidate for candidate in ordered if not candidate.problem.shortage_reason]
         smallest = min(feasible, key=lambda one: one.problem.num_passes, default=ordered[0])
-        first = next((candidate for candidate in feasible if budget.lasts_for_seeds(candidate.problem.num_passes)), smallest)
-        return [first, *(other for other in ordered if other is not first)]
+        first = next((candidate for candidate in feasible if budget.lasts_for_first(candidate.problem.num_passes)), smallest)
+        yield first
+        rest = [other for other in ordered if other is not first]
+        yield from sorted(rest, key=lambda one: estimate_of_best_seed(one.problem, self._bound(one.target).time))
 
     def _open(self, candidate: Candidate, budget: Budget) -> Iterator[Entry]:
         """The candidate with a first schedule, by the baseline if there is one; none if that refuses it."""
@@ -340,7 +363,16 @@ class _Competition:
         ranked = sorted(map(self._best_on, names), key=lambda attempt: rank_key(attempt.plan))
         choices = explained(ranked)
         simple = None if self.interrupted or self.axes or self.is_short else simple_choice(ranked)
-        return replace(choices[0].plan, choices=choices, compiling=self.compiling, simple=simple, interrupted=self.interrupted)
+        best = replace(choices[0].plan, choices=choices, compiling=self.compiling, simple=simple, interrupted=self.interrupted)
+        return replace(best, enough_seconds=self._enough_seconds)
+
+    @property
+    def _enough_seconds(self) -> int:
+        """Seconds that suffice for first schedules and a search of each candidate; 0 if something was searched or nothing can be."""
+        left = [entry for entry in self.entries if entry.attempt.can_improve or entry.attempt.is_left_out]
+        if not left or self.interrupted or self.baseline is not None or any(entry.attempt.searched for entry in self.entries):
+            return 0
+        return self.budget.enough_for_search(self._spent, [entry.candidate.problem.num_passes for entry in left])
 
     @property
     def is_short(self) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from zerobubble.errors import ScheduleError
+from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Choice, Plan, Status
 from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.ranking import notes
 from zerobubble.planning.seeds import ranked_seeds
 from zerobubble.schedules import SCHEDULES
@@ -30,10 +32,11 @@ MOST_ASKED = 3
 def simple_choice(attempts: Sequence[Attempt]) -> Plan | None:
     """The shortest published schedule that is nearly as short as the best of `attempts`, which are ranked.
 
-    It is simulated as published, with B and W fused if it fuses them. None if there is no such schedule, or if the best one is published.
+    It is simulated as published, with B and W fused if it fuses them. None if there is no such schedule, or if the best one is published as
+    it is, with its backward passes neither split nor fused.
     """
     best = attempts[0].plan
-    if best.time is None or best.order is None or best.schedule.name in SCHEDULES:
+    if best.time is None or best.order is None or _is_as_published(best):
         return None
     near = [attempt for attempt in attempts if _is_close(attempt.plan, best)]
     seeds = [plan for attempt in near for plan in (*attempt.published, *_published(attempt))]
@@ -62,12 +65,22 @@ def _published(attempt: Attempt) -> Iterator[Plan]:
             continue
 
 
-def _as_published(plan: Plan) -> Iterator[Plan]:
-    """The schedule as it was published, if that fits the memory."""
-    problem, name = plan.problem, plan.how
+def _is_as_published(plan: Plan) -> bool:
+    """Whether a plan is a published schedule as it was published; taken for granted of many passes, which take long to make."""
+    problem, name = plan.problem, plan.schedule.name
+    return name in SCHEDULES and (problem.num_passes > PASSES_WITHOUT_CLOCK or _made(problem, name).rows == plan.schedule.rows)
+
+
+def _made(problem: Problem, name: str) -> Schedule:
+    """The published schedule for a problem."""
     placement, slices = problem.placement, {"slices": problem.slices} if problem.slices > 1 else {}
     made = SCHEDULES[name].build(placement.num_ranks, problem.num_microbatches // problem.slices, placement.stages_per_rank, **slices)
+    return replace(made, placement=placement)
+
+
+def _as_published(plan: Plan) -> Iterator[Plan]:
+    """The schedule as it was published, if that fits the memory."""
     try:
-        yield Plan.from_schedule(problem, plan.bound, replace(made, placement=placement), 0.0, name)
+        yield Plan.from_schedule(plan.problem, plan.bound, _made(plan.problem, plan.how), 0.0, plan.how)
     except ScheduleError:
         return

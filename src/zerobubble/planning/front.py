@@ -76,7 +76,8 @@ def plan(
     """Finds the shortest schedule over `placements`, with a proven lower bound and a reason for each of them.
 
     `work` is a `Workload`, planned on any placement; the `Costs` of stages, planned on the placement that they know or that is given; or
-    `Layer`s, which are cut into stages along with the schedule. Among equally short plans the one with the smaller makespan wins. All
+    `Layer`s, which are cut into stages along with the schedule. Among equally short plans the placement with fewer messages wins, then the
+    one with fewer stages, then the smaller makespan. All
     placements share the budget. Cuts of layers get the same amount in addition. Everything else is as in `solve`. `plan.savings` has the
     savings of each axis. Raises `InputError` for an argument that cannot be used, and for all pairs of axes that cannot be planned
     together.

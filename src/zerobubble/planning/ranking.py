@@ -54,9 +54,10 @@ def _after_a_tie(best: Plan, plan: Plan) -> str:
     if best.time is None or won[0] != lost[0] or won >= lost:
         return ""
     differences = (
+        f"it has {lost[1]:,} messages instead of {won[1]:,}",
+        f"it has {lost[2]:,} stages instead of {won[2]:,}",
         f"its makespan is {show_ms((plan.makespan or 0) - (best.makespan or 0))} longer",
-        f"it has {lost[2]:,} messages instead of {won[2]:,}",
-        f"its peak is {lost[3]:.4g} microbatches instead of {won[3]:.4g}",
+        f"its peak is {lost[4]:.4g} microbatches instead of {won[4]:.4g}",
     )
     decided = next(text for text, one, other in zip(differences, won[1:], lost[1:], strict=True) if one < other)
     return f"; its step is as short as the winner's, but {decided}"
@@ -73,11 +74,15 @@ def _note(plan: Plan, searched: bool) -> str:
     return f"{how} a {plan.problem.objective} {show_percent(plan.gap)} over its bound: {plan.bound.reason}"
 
 
-def rank_key(plan: Plan) -> tuple[float, float, int, float]:
-    """Sort key: bubble to nine digits, bubble of the makespan, messages, memory. Where the work is a choice, times replace bubbles."""
+def rank_key(plan: Plan) -> tuple[float, int, int, float, float]:
+    """Sort key: bubble to nine digits, messages, stages, bubble of the makespan, memory.
+
+    Where the work is a choice, times replace bubbles.
+    """
     if plan.time is None or plan.makespan is None or plan.peak_microbatches is None:
-        return float("inf"), 0.0, 0, 0.0
-    if plan.problem.work_varies:
-        return plan.time, plan.makespan, plan.problem.messages, plan.peak_microbatches
-    of_makespan = plan.problem.bubble(plan.makespan)  # of the same work whatever steps save: shorter means smaller
-    return round(plan.problem.bubble(plan.time), 9), round(of_makespan, 9), plan.problem.messages, plan.peak_microbatches
+        return float("inf"), 0, 0, 0.0, 0.0
+    problem = plan.problem
+    times: tuple[float, float] = (plan.time, plan.makespan)
+    if not problem.work_varies:  # of the same work whatever steps save: shorter means smaller
+        times = (round(problem.bubble(plan.time), 9), round(problem.bubble(plan.makespan), 9))
+    return times[0], problem.messages, problem.placement.num_stages, times[1], plan.peak_microbatches

@@ -85,7 +85,7 @@ def costed_plan(plan: Plan, source: str) -> Costed:
 def _reasons(found: Plan, evaluations: list[Evaluation]) -> str:
     """Explains the rank of each placement, and the alternatives."""
     items = [f"<b>{escape(choice.name)}</b> {escape(choice.note)}" for choice in found.choices]
-    items += [escape(found.simple_text)] if found.simple is not None else []
+    items += [escape(text) for text in (found.simple_text, found.unsearched_text) if text]
     items += [escape(text) for text in _beyond_memory(found.problem, evaluations)]
     return section("reasons", "Why", f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>")
 
