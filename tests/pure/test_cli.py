@@ -360,3 +360,31 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 def test_version_in_a_process_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-m", "zerobubble", "--version"], capture_output=True, text=True, check=True, timeout=200)
     assert done.stdout.startswith("zerobubble ")
+
+
+@pytest.mark.parametrize(
+    ("command", "unused"),
+    [
+        ("--help", ["zerobubble.planning.answer", "zerobubble.schedules", "zerobubble.cli.make"]),
+        ("--version", ["zerobubble.planning.answer", "zerobubble.schedules"]),
+        (
+            "make 1f1b --ranks 4 --microbatches 8",
+            ["zerobubble.planning.competition", "zerobubble.cli.plan", "zerobubble.explorer", "torch"],
+        ),
+    ],
+)
+def test_a_command_loads_only_what_it_uses(command: str, unused: list[str]) -> None:
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print([name for name in {unused!r} if name in sys.modules], file=sys.stderr))\n"
+        f"from zerobubble.cli import main; main({command.split()!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stderr == "[]\n"
+
+
+def test_the_short_help_of_every_command_is_listed() -> None:
+    listed = run("--help").stdout
+    for verb, command in main.commands.items():
+        assert command.name == verb
+        assert f"  {verb} " in listed

@@ -38,7 +38,7 @@ class BlockOptions(Counts):
     reorder_steady: bool = option("--reorder-steady", is_flag=True, help="Reorder the steady phase as well as warm-up and cool-down.")
 
 
-@click.command("block", short_help="Make a schedule of a building block.")
+@click.command("block")
 @click.argument("name")
 @option_group(BlockOptions, "options")
 @picture_options

@@ -34,7 +34,7 @@ _PASS = re.compile(r"[0-9]+[A-Z]+[0-9]+")
 _ROW = re.compile(r"\s*rank\s+[0-9]+\s*:")
 
 
-@click.command("check", short_help="Check whether a schedule can run.")
+@click.command("check")
 @click.argument("name")
 @shape_options
 @click.option(

@@ -45,7 +45,7 @@ from zerobubble.timeline import Timeline
 WIDEST_TABLE = 160
 
 
-@click.command("compare", cls=SectionedCommand, short_help="Compare schedules in figures and pictures.")
+@click.command("compare", cls=SectionedCommand)
 @click.argument("names", nargs=-1, required=True)
 @shape_options
 @cost_options

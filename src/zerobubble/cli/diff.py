@@ -44,7 +44,7 @@ MOST_COLUMNS = 1000
 NOTE = "Times in ms: work and idle time of a rank by cause. Each row adds up to the makespan of the run."
 
 
-@click.command("diff", cls=SectionedCommand, short_help="Explain where a run differs from its plan.")
+@click.command("diff", cls=SectionedCommand)
 @click.argument("plan")
 @click.argument("run")
 @shape_options

@@ -69,7 +69,7 @@ class Finding:
     remedy: str = ""
 
 
-@click.command("doctor", short_help="Check whether this machine can train.")
+@click.command("doctor")
 @click.option(
     "--timeout", type=NumberRange(min=0, min_open=True), default=60.0, metavar="SECONDS", help="The longest to wait for the two ranks."
 )

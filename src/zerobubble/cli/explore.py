@@ -55,7 +55,7 @@ def announcer(command: str, note: str, no_browser: bool, as_json: bool = False) 
     return announce
 
 
-@click.command("explore", short_help="Try schedules in the browser.")
+@click.command("explore")
 @server_options(8765)
 @json_option
 def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from zerobubble.cli.inputs.options import Existing, json_option
 from zerobubble.io import export_weights
 
 
-@click.command("export-weights", short_help="Write a checkpoint's weights for Transformers.")
+@click.command("export-weights")
 @click.argument("checkpoint", type=Existing())
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--config", required=True, type=Existing(), help="Configuration of the model: a file, or a folder with a config.json.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -19,8 +20,35 @@ from zerobubble.wrong_calls import nearest_name
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
+class Commands(UserDict[str, click.Command]):
+    """The commands by name, each loaded on first access, since most import the planner; `summaries` has their short help."""
+
+    def __init__(self, summaries: Mapping[str, str], load: Callable[[str], click.Command]) -> None:
+        super().__init__()
+        self.summaries = summaries
+        self._load = load
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self.data:
+            if name not in self.summaries:
+                raise KeyError(name)
+            self.data[name] = self._load(name)
+        return self.data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.summaries)
+
+    def __len__(self) -> int:
+        return len(self.summaries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.summaries
+
+
 class OneSentenceGroup(click.Group):
     """A click group that prints every error as one sentence on stderr, with exit code 2."""
+
+    commands: Commands
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> NoReturn:
         sys.exit(self._run(args, prog_name, extra | {"standalone_mode": False}))
@@ -73,9 +101,16 @@ class OneSentenceGroup(click.Group):
             sys.stdout.flush()
         return result
 
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Returns a command to list, which has only its name and short help."""
+        summary = self.commands.summaries.get(cmd_name)
+        return None if summary is None else click.Command(cmd_name, short_help=summary)
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name in self.commands or name.startswith("-"):
+        if name in self.commands:
+            return name, self.commands[name], args[1:]
+        if name.startswith("-"):
             return super().resolve_command(ctx, args)
         found = "--help" if name == "help" else nearest_name(name, list(self.commands))
         hint = f"did you mean {found!r}? " if found else ""

@@ -11,7 +11,7 @@ from zerobubble.cli.inputs.options import json_option
 from zerobubble.schedules import Recipe, registry
 
 
-@click.command("list", short_help="List the known schedules.")
+@click.command("list")
 @json_option
 def list_schedules(as_json: bool) -> None:
     """List the known schedules: the published ones, and those of installed packages.

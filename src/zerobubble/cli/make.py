@@ -119,7 +119,7 @@ class FormOptions:
             raise InputError(sentence, argument=flag, expected=" and ".join(forms), got=self.name, remedy="leave it out")
 
 
-@click.command("make", cls=SectionedCommand, short_help="Write a schedule as a file of any form.")
+@click.command("make", cls=SectionedCommand)
 @click.argument("name")
 @shape_options
 @vocabulary_option

@@ -52,7 +52,7 @@ def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) 
     return Range([round(low + number * step, 6) for number in range(floor((high - low) / step + 1e-9) + 1)], in_bytes)
 
 
-@click.command("pareto", cls=SectionedCommand, short_help="Find the smallest bubble for each memory.")
+@click.command("pareto", cls=SectionedCommand)
 @work_options
 @search_options
 @click.option(

@@ -188,7 +188,7 @@ class Answer:
         return replace(self, data=self.data | data, paragraphs=(*self.paragraphs, paragraph))
 
 
-@click.command("plan", cls=SectionedCommand, short_help="Find the best schedule for times and memory.")
+@click.command("plan", cls=SectionedCommand)
 @click.argument("config", required=False)
 @work_options
 @search_options

@@ -49,7 +49,7 @@ NOTE = (
 REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last gradient sum over replicas."
 
 
-@click.command("show", cls=SectionedCommand, short_help="Draw a schedule with bubble and memory.")
+@click.command("show", cls=SectionedCommand)
 @click.argument("name")
 @shape_options
 @vocabulary_option

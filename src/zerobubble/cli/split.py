@@ -57,7 +57,7 @@ class ModelOptions:
         return None if self.memory is None else self.memory.count
 
 
-@click.command("split", short_help="Show where a model is cut.")
+@click.command("split")
 @click.argument("config", type=Existing())
 @click.option("--stages", type=click.IntRange(min=1), metavar="S", help="Number of stages, one on each rank.")
 @click.option("--schedule", metavar="NAME", help=f"Cut for this schedule: {INPUT_HELP}.")

@@ -56,7 +56,7 @@ class Line:
     peak: Comparison
 
 
-@click.command("table", short_help="Compare closed forms with simulations.")
+@click.command("table")
 @click.argument("names", nargs=-1)
 @shape_options
 @option_group(PassTimes, "given")

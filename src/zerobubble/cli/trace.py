@@ -30,7 +30,7 @@ MOST_STEPS = 8
 CLOCKS = {"host": "timed by ranges on the host", "kernels": "timed by GPU kernels"}
 
 
-@click.command("trace", short_help="Explain a run of PyTorch's own pipelining from its profiler traces.")
+@click.command("trace")
 @click.argument("files", nargs=-1, required=True, metavar="RANK0.json RANK1.json ...")
 @click.option("--step", type=click.IntRange(0), metavar="N", help="Training step to show, from 0; the one of median makespan if not given.")
 @click.option("--schedule", "against", metavar="NAME", help="The expected schedule, by name or in a file. Any other is an error.")

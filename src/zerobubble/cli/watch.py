@@ -15,7 +15,7 @@ from zerobubble.watch.run import Run
 OPEN_TO_OTHERS = "other machines can open this page; leave out --host to serve this machine only"
 
 
-@click.command("watch", short_help="Show training runs in the browser while they go on.")
+@click.command("watch")
 @click.argument("folders", nargs=-1, required=True, metavar="RUN...")
 @server_options(8766)
 @json_option

@@ -6,17 +6,21 @@ the sensitivity of a plan to errors in measured times.
 
 from __future__ import annotations
 
-from zerobubble.planning.answer import Choice, Plan, Status
-from zerobubble.planning.competition import solve
-from zerobubble.planning.front import plan
-from zerobubble.planning.problem.head import Head
-from zerobubble.planning.problem.problem import Objective, Problem
-from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.sensitivity import Sensitivity, sensitivity
-from zerobubble.planning.shards.few_gathers import FewGathers
-from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
-from zerobubble.planning.unequal.order import order_microbatches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerobubble.planning.answer import Choice, Plan, Status
+    from zerobubble.planning.competition import solve
+    from zerobubble.planning.front import plan
+    from zerobubble.planning.problem.head import Head
+    from zerobubble.planning.problem.problem import Objective, Problem
+    from zerobubble.planning.problem.sharded import Sharded
+    from zerobubble.planning.problem.workload import Workload
+    from zerobubble.planning.sensitivity import Sensitivity, sensitivity
+    from zerobubble.planning.shards.few_gathers import FewGathers
+    from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
+    from zerobubble.planning.unequal.order import order_microbatches
 
 __all__ = [
     "Choice",
@@ -35,3 +39,34 @@ __all__ = [
     "sensitivity",
     "solve",
 ]
+
+_HOMES = {
+    "Choice": "zerobubble.planning.answer",
+    "FewGathers": "zerobubble.planning.shards.few_gathers",
+    "Head": "zerobubble.planning.problem.head",
+    "Objective": "zerobubble.planning.problem.problem",
+    "Plan": "zerobubble.planning.answer",
+    "PlanWithGathers": "zerobubble.planning.shards.plan_with_gathers",
+    "Problem": "zerobubble.planning.problem.problem",
+    "Sensitivity": "zerobubble.planning.sensitivity",
+    "Sharded": "zerobubble.planning.problem.sharded",
+    "Status": "zerobubble.planning.answer",
+    "Workload": "zerobubble.planning.problem.workload",
+    "order_microbatches": "zerobubble.planning.unequal.order",
+    "plan": "zerobubble.planning.front",
+    "sensitivity": "zerobubble.planning.sensitivity",
+    "solve": "zerobubble.planning.competition",
+}
+"""Where the names are. They load on first access, since a search takes long to load and most uses of this package need none."""
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name on first access."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zerobubble.planning' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
