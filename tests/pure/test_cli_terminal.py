@@ -194,3 +194,16 @@ def test_a_picture_is_a_png_if_its_name_says_so(verb: str, tmp_path: Path) -> No
 def test_a_plan_is_not_written_as_a_picture(tmp_path: Path) -> None:
     states(refused("plan", *SHAPE, "--budget", "0", "-o", str(tmp_path / "plan.svg")), "svg", "plan.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("missing", "advised"), [("regex", "regex"), ("torch", "zerobubble[transformers]")])
+def test_split_names_a_missing_module_and_what_installs_it(missing: str, advised: str, tmp_path: Path) -> None:
+    """Only a module of the extra is installed with it."""
+    (tmp_path / "config.json").write_text("{}")
+    for module in {"torch", missing}:
+        (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError('no module', name={missing!r})")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = in_a_process("split", str(tmp_path), "--stages", "2", PYTHONPATH=paths)
+    assert done.returncode == 2
+    states(done.stderr, "split", missing, advised)
+    assert missing == "torch" or "zerobubble[" not in done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from zerobubble.cli.inputs.options import (
     shape_options,
 )
 from zerobubble.cli.inputs.schedule_and_costs import INPUT_HELP, find_schedule
+from zerobubble.cli.outputs.terminal import progress
 from zerobubble.cost_model.machine import MACHINE
 from zerobubble.errors import InputError
 from zerobubble.partition import LayerCut, layers_to_dict, parameter_bytes
@@ -95,25 +98,48 @@ def split_command(
     if stages is None and schedule is None and output is None and not as_json:
         raise InputError("nothing to do", remedy="give --stages S or --schedule NAME for a cut, or -o FILE for the costs of layers")
     given = None if schedule is None else find_schedule(schedule, shape)
-    split = _split(config, options)
-    if given is not None:
-        split = split.for_schedule(given.schedule, () if given.problem is None else given.problem.first_layers)
-    count = given.schedule.num_stages if given is not None else stages
-    layers = layers_to_dict(split.layers()) | {MACHINE: split.machine.to_dict()}
-    data = layers | ({} if count is None else _as_dict(split, count)) if as_json else {}
-    words = "" if as_json or count is None else split.describe(count)
+    with _showing_steps(shown=not as_json) as show:
+        show("loading PyTorch and Transformers")
+        split = _split(config, options, show)
+        if given is not None:
+            split = split.for_schedule(given.schedule, () if given.problem is None else given.problem.first_layers)
+        count = given.schedule.num_stages if given is not None else stages
+        show("estimating the costs of layers")
+        layers = layers_to_dict(split.layers()) | {MACHINE: split.machine.to_dict()}
+        show("cutting the model, and comparing it with the uncut one")
+        data = layers | ({} if count is None else _as_dict(split, count)) if as_json else {}
+        words = "" if as_json or count is None else split.describe(count)
     if output is not None:
         write_text(output, json.dumps(layers, indent=1) + "\n")
     if data or words:
         click.echo(json.dumps(data, indent=1) if as_json else words)
 
 
-def _split(config: str, options: ModelOptions) -> ModelSplit:
+@contextmanager
+def _showing_steps(*, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what the command does now, on stderr, if that is a terminal."""
+    if not shown:
+        yield lambda _: None
+        return
+    with progress() as bar:
+        task = bar.add_task("", total=None)
+        yield lambda step: bar.update(task, description=step)
+
+
+def _split(config: str, options: ModelOptions, show: Callable[[str], None]) -> ModelSplit:
     try:
         from zerobubble.models.from_config import split_config
+
+        show("creating the model without weights")
+        return split_config(config, _cuts(options.cuts), options.memory_bytes, options.batch, options.sequence, options.inside_blocks)
     except ModuleNotFoundError as error:
-        raise InputError("zerobubble split needs {name}", name=error.name, remedy="pip install 'zerobubble[transformers]'") from error
-    return split_config(config, _cuts(options.cuts), options.memory_bytes, options.batch, options.sequence, options.inside_blocks)
+        is_of_extra = str(error.name).partition(".")[0] in _OF_EXTRA
+        remedy = "pip install 'zerobubble[transformers]'" if is_of_extra else f"install the package that has the module {error.name}"
+        raise InputError("zerobubble split needs {name}, which is not installed", name=error.name, remedy=remedy) from error
+
+
+_OF_EXTRA = ("torch", "numpy", "transformers", "accelerate", "llvmlite")
+"""Modules that the extra `transformers` installs."""
 
 
 def _as_dict(split: ModelSplit, count: int) -> dict[str, Any]:
