@@ -361,3 +361,46 @@ def late_refusals(group: Any) -> list[str]:
 
 def test_a_later_count_along_two_routes_is_refused(world: Ranks) -> None:
     assert world.run(late_refusals, ranks=2) == [["'late'"] * 2] * 2
+
+
+class Latest(nn.Module):
+    """Sets a tensor and a dict anew behind its parts, and adds to another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = torch.zeros((), dtype=torch.float64)
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.logs: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.last = x.detach().mean()
+        self.logs = {"last": 2 * self.last}
+        self.total += 1
+        return x
+
+
+def kept_by_a_loop(group: Any) -> tuple[list[float], list[float], list[int]]:
+    """What a loop keeps of a model in three steps, and the number of its objects."""
+    torch.manual_seed(0)
+    model, x = Latest().double(), batch()
+    with zb.Pipeline(zb.split(model, example=x[:2]), "1f1b", MICROBATCHES, nn.functional.mse_loss, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        tensors, dicts, totals = [], [], []
+        for _ in range(3):
+            pipe.step(x, x)
+            optimizer.step()
+            tensors.append(model.last)
+            dicts.append(model.logs)
+            totals.append(model.total)
+    numbers = [len(set(map(id, objects))) for objects in (tensors, dicts, totals)]
+    return [tensor.item() for tensor in tensors], [logs["last"].item() for logs in dicts], numbers
+
+
+def test_what_a_loop_keeps_stays_on_every_rank(world: Ranks) -> None:
+    first, last = world.run(kept_by_a_loop, ranks=2)
+    assert first == last
+    assert first[2] == [3, 3, 1]
+    assert len(set(first[0])) == 3

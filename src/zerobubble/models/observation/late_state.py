@@ -19,29 +19,35 @@ from zerobubble.runtime.values.released import guard
 from zerobubble.runtime.values.shared_values import UnknownObjectError, received, sent, with_contents
 
 State = dict[str, dict[str, Any]]
-"""Values as `sent` returns them, by the name of the module and of the attribute or buffer."""
+"""By the name of the module and of the attribute or buffer, whether it is the same object as before, and the value as `sent` returns it."""
+Held = dict[str, dict[str, Any]]
+"""Attributes and buffers by the name of the module."""
 
 
-def late_state(model: nn.Module, names: Mapping[str, Set[str]]) -> State:
-    """Returns the values of these attributes and buffers of the modules of `model`, to be sent."""
-    return {name: _values(model.get_submodule(name), changed) for name, changed in names.items()}
+def held_in(model: nn.Module, names: Mapping[str, Set[str]]) -> Held:
+    """Returns these attributes and buffers of the modules of `model`."""
+    tables = {name: {**vars(module := model.get_submodule(name)), **module._buffers} for name in names}
+    return {name: {own: tables[name][own] for own in sorted(changed) if own in tables[name]} for name, changed in names.items()}
 
 
-def _values(module: nn.Module, names: Set[str]) -> dict[str, Any]:
-    held = {**vars(module), **module._buffers}
-    return {name: sent(held[name]) for name in sorted(names) if name in held}
+def late_state(now: Held, before: Held) -> State:
+    """Returns attributes and buffers to be sent, and which of them are the objects from before the call."""
+    return {name: {own: (value is before[name].get(own), sent(value)) for own, value in values.items()} for name, values in now.items()}
 
 
 def put_late_state(model: nn.Module, state: State) -> None:
     """Puts the `late_state` of the rank with the last stage into `model` on another rank."""
     for name, values in state.items():
         module = model.get_submodule(name)
-        for own, contents in values.items():
+        for own, (is_same, contents) in values.items():
             held = module._buffers if own in module._buffers else vars(module)
             value = held.get(own)
+            if contents is not None and repr(contents) == repr(sent(value)):
+                continue  # this rank runs that code, too, and its stage shares the object
             if contents is not None:
                 with suppress(UnknownObjectError):
-                    held[own] = with_contents(value, received(contents, value))
+                    new = received(contents, value)
+                    held[own] = with_contents(value, new) if is_same else new
             elif held is module._buffers and value is not None:
                 guard(value, partial(_refuse, join(name, own)), is_old=True)
 

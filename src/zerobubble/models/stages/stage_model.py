@@ -36,7 +36,7 @@ from zerobubble.models.observation.dataflow import Dataflow, UnitCall
 from zerobubble.models.observation.example import refuse_sums, without_cache
 from zerobubble.models.observation.following import Changes, Follower
 from zerobubble.models.observation.handed_mappings import Put, entries_like, mappings_in, put_into
-from zerobubble.models.observation.late_state import late_state, put_late_state
+from zerobubble.models.observation.late_state import held_in, late_state, put_late_state
 from zerobubble.models.observation.observed_model import ObservedModel, counts_in
 from zerobubble.models.observation.recording import Recorder, install_hooks
 from zerobubble.models.observation.seen_tensors import show_on
@@ -330,9 +330,12 @@ def stage_model(
             return
         counts: list[str] = []
         with making_tensors(), torch.no_grad(), observed.not_changing():
+            names = observed.late(set_by_call) if share is not None and gives(set_by_call) else {}
+            before = held_in(model, names)
             follower.give_back()
             if share is not None:
-                mine = (late_state(model, observed.late(set_by_call)), counts_in(model, set_by_call)) if gives(set_by_call) else None
+                state = late_state(held_in(model, names), before)
+                mine = (state, counts_in(model, set_by_call)) if gives(set_by_call) else None
                 late, counts = share(mine)
                 if mine is None:
                     put_late_state(model, late)
