@@ -96,6 +96,10 @@ class Budget(NamedTuple):
         """Whether the budget suffices to make the only schedule, of this many passes; always true if the clock must not decide."""
         return self.evaluations is not None or self.is_empty or FIRST_SECONDS * passes <= FIRST_SHARE * self.seconds
 
+    def lasts_for_bounds(self, ranks: int) -> bool:
+        """Whether bounds of placements with this many ranks in all take a small part of the budget."""
+        return self.evaluations is not None or self.is_empty or BOUND_SECONDS * ranks <= BOUND_SHARE * self.seconds
+
     @classmethod
     def for_first_schedules(cls, passes: int) -> Budget:
         """The least whole seconds, half of which suffice to make schedules with this many passes."""
@@ -154,6 +158,9 @@ FIRST_SECONDS = 6e-6
 
 FIRST_SHARE = 0.8
 """Share of a short budget that the only schedule may take; bounds and checks follow."""
+
+BOUND_SECONDS, BOUND_SHARE = 1.5e-3, 0.1
+"""Seconds per rank to bound a placement, and the share of a short budget that bounds may take before the first schedule."""
 
 PASSES_AT_ONCE = 3_500
 """Passes that the papers' heuristics order in about a tenth of a second, which is always allowed."""

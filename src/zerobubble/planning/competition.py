@@ -286,11 +286,13 @@ class _Competition:
         return Entry(candidate, left_out(candidate.name, candidate.problem, bound, enough.seconds), bound)
 
     def _first_to_open(self, listed: Sequence[Candidate], budget: Budget) -> Iterator[Candidate]:
-        """The candidates, the best by closed forms whose schedule the budget lasts for first, then the most promising by bounds, too.
+        """The candidates, the most promising by bounds and closed forms first; before them the best whose schedule the budget lasts for.
 
-        If it lasts for none, the smallest comes first. Bounds are not computed before the first schedule, which may take all of the time.
+        If it lasts for none, the smallest comes first. Bounds that take long follow the first schedule, which may take all of the time.
         """
-        ordered = sorted(listed, key=lambda one: estimate_of_best_seed(one.problem, 0))
+        has_bounds = budget.lasts_for_bounds(sum(candidate.problem.placement.num_ranks for candidate in listed))
+        bounds = {id(one): self._bound(one.target).time if has_bounds else 0 for one in listed}
+        ordered = sorted(listed, key=lambda one: estimate_of_best_seed(one.problem, bounds[id(one)]))
         feasible = [candidate for candidate in ordered if not candidate.problem.shortage_reason]
         smallest = min(feasible, key=lambda one: one.problem.num_passes, default=ordered[0])
         first = next((candidate for candidate in feasible if budget.lasts_for_first(candidate.problem.num_passes)), smallest)
