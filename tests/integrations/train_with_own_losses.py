@@ -365,6 +365,32 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
         def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
             return token_losses(logits, labels, "sum") / 50 if self.sums else token_losses(logits, labels)
 
+    class Views(base):
+        """Two views of a batch in one call of the model, one after the other."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            ids, labels = inputs["input_ids"], inputs.pop("labels")
+            outputs = model(input_ids=self.join(ids, ids.flip(1)))
+            one, other = self.parted(outputs.logits)
+            apart = functional.kl_div(one.log_softmax(-1), other.softmax(-1), reduction="batchmean")
+            loss = functional.cross_entropy(one, labels) + functional.cross_entropy(other, labels) + 4 * apart
+            return (loss, {"logits": one}) if return_outputs else loss
+
+        def join(self, one: Any, other: Any) -> Any:
+            return torch.cat([one, other])
+
+        def parted(self, logits: Any) -> Any:
+            return logits.chunk(2)
+
+    class ViewsOfEach(Views):
+        """Both views of a sample, then those of the next one."""
+
+        def join(self, one: Any, other: Any) -> Any:
+            return torch.stack([one, other], 1).flatten(0, 1)
+
+        def parted(self, logits: Any) -> Any:
+            return logits[::2], logits[1::2]
+
     class Clamped(Mean):
         def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(model, *args, **kwargs)
@@ -432,6 +458,8 @@ CASES: dict[str, dict[str, Any]] = {
     "penalty": {"kind": "Penalized", "settings": {"gradient_accumulation_steps": 2}},
     "own state_dict": {"kind": "Mean", "model": model_with_own_state_dict, "settings": {"save_strategy": "steps", "save_steps": 2}},
     "optimizer of the model": {"kind": "Mean", "optimizer": torch.optim.SGD},
+    "two views": {"kind": "Views", "model": classifier, "data": of_class},
+    "two views of each sample": {"kind": "ViewsOfEach", "model": classifier, "data": of_class},
     "contrastive, one microbatch": {"kind": "Contrastive", "data": full_tokens, "microbatches": 1},
     "generated": {"kind": "Generated", "model": sequence_model, "settings": {"predict_with_generate": True, "generation_max_length": 8}},
 }

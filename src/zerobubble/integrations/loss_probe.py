@@ -149,7 +149,8 @@ class Prober:
     def _from_one_output(self, probe: Probe, group: int, output: Any) -> Iterator[Comparison]:
         """Yields the comparisons of a group that take the rows of one output of the model, now and later in training."""
         first = group * probe.width
-        joined = JoinedOutput(output, probe.outputs[-probe.width : -1])
+        *alone, together = probe.arguments[first : first + probe.width]
+        joined = JoinedOutput(output, probe.outputs[-probe.width : -1], (together, alone))
         tolerance = self._rounding if self._uses_models else EXACT
         for sums in (False, True) if joined.has_numbers else (None,):
             for state in self._later_states() if joined.is_cut and probe.width > 2 else []:

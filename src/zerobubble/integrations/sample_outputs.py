@@ -26,14 +26,16 @@ class JoinedOutput:
     Args:
         output: The output for all samples.
         samples: What `sample` returns of the output for each sample.
+        arguments: The arguments of the model for all samples and for each, which show where the rows of a sample with several are.
 
     Attributes:
         is_cut: Whether every tensor has rows of samples, or is a number, or the same for all.
         has_numbers: Whether there are numbers that differ between samples.
     """
 
-    def __init__(self, output: Any, samples: Sequence[Sequence[Leaf | None]]) -> None:
+    def __init__(self, output: Any, samples: Sequence[Sequence[Leaf | None]], arguments: tuple[Any, Sequence[Any]]) -> None:
         self._count = len(samples)
+        self._is_strided = _are_strided(*arguments)
         leaves, self._form = pytree.tree_flatten(output)
         alike = all(len(sample) == len(leaves) for sample in samples)
         kinds = [self._kind(leaf, [sample[place] for sample in samples] if alike else []) for place, leaf in enumerate(leaves)]
@@ -54,7 +56,7 @@ class JoinedOutput:
     def of(self, row: int, *, sums: bool) -> Any:
         """Returns the output for one sample. Numbers are those of all samples, which `sums` are divided among them."""
         leaves = [
-            leaf.tensor_split(self._count)[row] if kind == "rows" else leaf / self._count if kind == "number" and sums else leaf
+            self._rows(leaf)[row] if kind == "rows" else leaf / self._count if kind == "number" and sums else leaf
             for kind, leaf in self._leaves
         ]
         return pytree.tree_unflatten(leaves, self._form)
@@ -72,10 +74,30 @@ class JoinedOutput:
             return "shared" if alike or not leaf.is_floating_point() else "number"
         return "rows" if shape[:1] and (shape[0] * self._count, *shape[1:]) == tuple(leaf.shape) else ""
 
+    def _rows(self, leaf: Tensor) -> Tensor:
+        """Returns the rows of each sample: a view with the samples as first dimension, and the rows of a sample as second."""
+        if self._is_strided:
+            return leaf.view(-1, self._count, *leaf.shape[1:]).transpose(0, 1)
+        return leaf.view(self._count, -1, *leaf.shape[1:])
+
     def _scaled(self, leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf
-        leaf = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-        rows = leaf.reshape(self._count, -1)
-        factors = 2.0 * torch.arange(1, self._count + 1, device=leaf.device) / rows.abs().amax(1).clamp(min=1e-6)
-        return (rows * factors.to(leaf)[:, None]).view(leaf.shape)
+        leaf = leaf.to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
+        rows = self._rows(leaf)
+        factors = 2.0 * torch.arange(1, self._count + 1, device=leaf.device) / rows.abs().flatten(1).amax(1).clamp(min=1e-6)
+        rows *= factors.to(leaf).view(-1, *[1] * (rows.dim() - 1))
+        return leaf
+
+
+def _are_strided(whole: Any, samples: Sequence[Any]) -> bool:
+    """Whether the rows of a sample are as far apart as there are samples, as if several views of a batch were concatenated."""
+    count = len(samples)
+    leaves = zip(*map(pytree.tree_leaves, (whole, *samples)), strict=False)
+    several = [each for each in leaves if all(isinstance(leaf, Tensor) and leaf.dim() for leaf in each)]
+    return any(
+        not torch.equal(part, alone)
+        for together, *each in several
+        if each and together.size(0) == count * each[0].size(0) > count
+        for part, alone in zip(together.tensor_split(count), each, strict=True)
+    )
