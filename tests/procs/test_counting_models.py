@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -277,6 +278,50 @@ class Overwriting(nn.Module):
             self.hidden.append(x.mean())
         self.last = x.detach().mean()
         return x
+
+
+class Named(nn.Module):
+    """A model that chooses the name of its loss in the first forward, in a configuration that its parts share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(problem=None, scale=0.5)
+        self.parts = nn.ModuleList(Scaled(self.config) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        if self.config.problem is None:
+            self.config.problem = "regression"
+        return x if self.config.problem == "regression" else x.sigmoid()
+
+
+class Scaled(nn.Module):
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config, self.linear = config, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.linear(x).tanh() * self.config.scale
+        return scaled
+
+
+def named(group: Any, schedule: str) -> tuple[float, str]:
+    torch.manual_seed(0)
+    model, x = Named().double(), torch.rand(4, 4, dtype=torch.float64)
+    expected = nn.functional.mse_loss(copy.deepcopy(model)(x), x)
+    with zb.Pipeline(zb.split(model, example=x[:1]), schedule, 2, nn.functional.mse_loss, group=group) as pipe:
+        error = float(abs(pipe.step(x, x) - expected))
+        pipe.step(x, x)
+        return error, model.config.problem
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_name_that_the_first_forward_chooses_is_shared(world: Ranks, schedule: str) -> None:
+    """Transformers' classifiers choose `config.problem_type`, and every stage of a rank chooses the same."""
+    for error, problem in world.run(named, schedule, ranks=2):
+        assert error < 1e-12
+        assert problem == "regression"
 
 
 def refusals(group: Any) -> list[str]:

@@ -89,6 +89,18 @@ class Snapshot:
     def _is_compound(self, name: str, value: Any) -> bool:
         return is_compound(value) or (isinstance(value, Tensor) and name in self._with_contents)
 
+    def is_named_since(self, before: Snapshot, name: str) -> bool:
+        """Returns whether all that changed inside of an attribute is None that became a string, such as a kind of loss chosen once.
+
+        Every stage of a rank that runs this code sets the same string, so the object can stay one for all of them.
+        """
+        if name not in before.inside or name not in self.inside or before.values[name] is not self.values[name]:
+            return False
+        then, now = before.inside[name], self.inside[name]
+        differing = [(old, new) for old, new in zip(then, now, strict=False) if old != new]
+        is_named = [old == Identity(None) and isinstance(getattr(new, "value", None), str) for old, new in differing]
+        return len(then) == len(now) and all(is_named)
+
     def since(self, before: Snapshot) -> Changes:
         """Returns what has changed since the snapshot `before`."""
         attributes = [

@@ -65,6 +65,8 @@ class ObservedModel:
         """The names that forwards change after they have called a unit: stages before the last one may not run that code."""
         self.accumulated: set[tuple[str, str]] = set()
         """The tensors and objects among them, by module and name, that another forward with the same arguments changes again."""
+        self._changed_apart: dict[str, set[str]] = defaultdict(set)
+        """The names whose objects several stages of a rank would each change: all but those of `Snapshot.is_named_since`."""
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._assemble()
@@ -221,6 +223,7 @@ class ObservedModel:
                 changes = now.since(since[name]) if name in since else None
                 if changes is not None and (names := changes.set_names()):
                     changed[name].update(names)
+                    self._changed_apart[name].update(own for own in names if not now.is_named_since(since[name], own))
 
     def late(self, set_by_call: Mapping[str, set[str]]) -> dict[str, set[str]]:
         """Returns the names that a call of the last stage has or may have set, and other stages may not have set."""
@@ -251,7 +254,9 @@ class ObservedModel:
             (name, own): value
             for name, changed in self.changed.items()
             for own, value in vars(self._copies[name]).items()
-            if own in changed and (is_compound(value) or isinstance(value, Tensor)) and not modules_inside(value)
+            if own in changed & self._changed_apart[name]
+            and (is_compound(value) or isinstance(value, Tensor))
+            and not modules_inside(value)
         }
         self._refuse_shared(values)
         return {name: {own for holder, own in values if holder == name} for name, _ in values}

@@ -9,16 +9,16 @@ from typing import Any
 class Identity:
     """Compares by identity of the wrapped object, and keeps it alive."""
 
-    __slots__ = ("_of",)
+    __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        self._of = value
+        self.value = value
 
     def __hash__(self) -> int:
-        return id(self._of)
+        return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self._of is other._of
+        return isinstance(other, Identity) and self.value is other.value
 
 
 class WeakIdentity:
