@@ -26,7 +26,7 @@ from tests.refusals import Stated, raises, states
 from zerobubble.cli import main
 from zerobubble.models.making.factory import ModelFactory
 from zerobubble.models.observation.observed_model import ObservedModel
-from zerobubble.models.observation.shape_only import _tensors_inside
+from zerobubble.models.observation.shape_only import tensors_inside
 from zerobubble.models.observation.units import find_units
 
 pytestmark = pytest.mark.in_process
@@ -450,7 +450,7 @@ def test_memory_of_an_output_that_is_gone_is_another_tensors() -> None:
 
 def test_tensors_are_found_in_values_that_a_mapping_computes() -> None:
     """Two of them may have one id, one after the other."""
-    found = {id(tensor) for tensor in _tensors_inside(ComputedValues(range(50), 2))}
+    found = {id(tensor) for tensor in tensors_inside(ComputedValues(range(50), 2))}
     assert found == set(map(id, ComputedValues.tensors))
 
 

@@ -86,7 +86,7 @@ def _noting_instructions() -> Iterator[set[_Place]]:
     def enter(frame: FrameType, _: str, __: Any) -> Callable[..., Any] | None:
         if frame.f_code.co_filename.startswith(_LIBRARIES):
             return None
-        frame.f_trace_opcodes = True  # lines alone would not tell the two sides of `a if long else b` apart
+        frame.f_trace_opcodes = True  # lines alone are the same for both sides of `a if long else b`
         return note
 
     before = sys.gettrace()
