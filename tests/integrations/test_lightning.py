@@ -9,6 +9,7 @@ import signal
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -233,6 +234,25 @@ def one_rank(tmp_path: Path) -> lightning.Trainer:
 def data(samples: int = 8) -> DataLoader[Any]:
     x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x, torch.zeros(samples, dtype=torch.long)), 8)
+
+
+def fits_twice(folder: Path, strategy: Callable[[], dict[str, Any]]) -> dict[str, Tensor]:
+    """Weights after one Trainer has fit a module twice, and another once."""
+    lightning.seed_everything(0, verbose=False)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    make = partial(lightning.Trainer, accelerator="cpu", devices=1, precision="64-true", default_root_dir=folder, **quiet)
+    module, first = Classifier(), make(max_epochs=2, **strategy())
+    first.fit(module, data())
+    first.fit_loop.max_epochs = 4
+    first.fit(module, data())
+    make(max_epochs=2, **strategy()).fit(module, data())
+    return module.state_dict()
+
+
+@pytest.mark.feature("several fits of one module")
+def test_several_fits_of_one_module_train_as_on_one_device(tmp_path: Path) -> None:
+    ours, theirs = (fits_twice(tmp_path, strategy) for strategy in (lambda: {"strategy": PipelineStrategy("1f1b", 2)}, dict))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 def test_both_runs_of_a_training_step_draw_the_same(one_rank: lightning.Trainer) -> None:

@@ -55,6 +55,15 @@ def test_only_the_owner_of_a_parameter_is_reported_and_until_it_is_watched_no_mo
     assert (runner.num_calls, other.num_calls) == (1, 1)
 
 
+def test_a_new_pipeline_replaces_the_closed_ones_of_its_parameters() -> None:
+    ours, theirs = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    (closed, _), (elsewhere, _), (is_open, _) = watched(ours), watched(theirs), watched(ours)
+    closed.guard.closed = elsewhere.guard.closed = "a rank failed"
+    newest, _ = watched(ours)
+    torch.optim.SGD([ours, theirs]).step()
+    assert [runner.num_calls for runner in (closed, elsewhere, is_open, newest)] == [0, 1, 1, 1]
+
+
 @pytest.mark.long
 def test_a_pipeline_that_is_collected_within_the_step_of_an_optimizer_does_not_fail_that_step() -> None:
     ours = torch.nn.Parameter(torch.ones(2))

@@ -24,6 +24,7 @@ from zerobubble.partition import Layer
 from zerobubble.planning import Plan
 from zerobubble.runtime.calls import collective_call, counted_collective_call, repeated_by_survivors
 from zerobubble.runtime.executor.overrides import Overlap, Pace
+from zerobubble.runtime.failure.guard import CLOSED
 from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.hooks.gradient_scaling import Unscaling
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
@@ -56,7 +57,6 @@ from zerobubble.runtime.without_weights import refuse_copy, refused
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, named
 
-CLOSED = "the pipeline is closed"
 R = TypeVar("R")
 
 

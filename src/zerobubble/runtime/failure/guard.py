@@ -31,6 +31,8 @@ from zerobubble.runtime.transport.contact import ELSEWHERE, NOBODY, LostContactE
 from zerobubble.runtime.transport.rank_process import RankProcess
 from zerobubble.runtime.transport.transport import Transport
 
+CLOSED = "the pipeline is closed"
+"""Why connections are closed after `Pipeline.close`."""
 GO_ON = "make a new Pipeline to go on"
 NEVER_OPENED = "the pipeline was never opened"
 FORKED = "the pipeline belongs to the process from which this one was forked"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from itertools import count
 from typing import Any
@@ -26,12 +27,21 @@ _numbers = count()
 def watch_optimizers(runner: StepRunner) -> Callable[[], object]:
     """Calls `runner.optimizers.before_step_of` when an optimizer over any of its parameters steps, while the runner lives.
 
-    Returns a function that stops it.
+    Pipelines of its parameters that are closed are watched no more. Returns a function that stops it.
     """
     _register_once()
+    _forget_closed(set(runner.parameters()))
     number = next(_numbers)
     _watched[number] = runner
     return partial(_watched.pop, number, None)
+
+
+def _forget_closed(parameters: AbstractSet[Tensor]) -> None:
+    """Stops watching closed runners of any of these `parameters`: their failures concern no later step of an optimizer."""
+    for reference in _watched.valuerefs():
+        runner = reference()
+        if runner is not None and runner.guard.closed is not None and not parameters.isdisjoint(runner.parameters()):
+            _watched.pop(reference.key, None)
 
 
 @cache

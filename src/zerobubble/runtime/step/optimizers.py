@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
-from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.failure.guard import CLOSED, FailureGuard
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.units import counted
 
@@ -146,7 +146,7 @@ class SteppingOptimizers:
             _refuse_mixed(optimizer)
         self.seen.add(optimizer)
         self.has_stepped = True
-        if not is_announced:
+        if not is_announced and self._guard.closed != CLOSED:
             self._announce()
 
     def _is_announced(self, optimizer: Optimizer) -> bool:
