@@ -55,6 +55,25 @@ def test_clipping_by_the_norm_of_one_rank_is_refused(world: Ranks) -> None:
         assert norm == pytest.approx(0.1, rel=1e-5)
 
 
+def clip_by_value(group: Any) -> list[float]:
+    """The largest gradient of each parameter, clipped by itself, after calls without gradients."""
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        pipe.step(*batch(4))
+        for held in ([parameter] for parameter in pipe.parameters()):
+            nn.utils.clip_grad_value_(held, 1e-3)
+        elsewhere = nn.Parameter(torch.ones(3))
+        for foreach in (None, True, False):
+            nn.utils.clip_grad_value_([elsewhere], 1e-3, foreach=foreach)
+        nn.utils.clip_grad_value_(iter(()), 1e-3)
+        return [float(parameter.grad.abs().max()) for parameter in pipe.parameters() if parameter.grad is not None]
+
+
+def test_clipping_by_value_passes_parameters_without_gradients(world: Ranks) -> None:
+    for largest in world.run(clip_by_value, ranks=2):
+        assert largest
+        assert max(largest) <= 1e-3 * (1 + 1e-6)
+
+
 def norms(group: Any) -> dict[str, bool]:
     """For each call, whether it is refused."""
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:

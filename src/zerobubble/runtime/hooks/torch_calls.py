@@ -1,12 +1,14 @@
 """Refuses calls of torch that mistake a rank of a pipeline for a replica of the whole model. Their training would be silently wrong.
 
+Clips by value without gradients, too: a rank may have none of an optimizer whose parameters are in the stages of others.
+
 Functions are replaced where torch itself looks them up, so it does not matter when and how a program imported what it calls.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any, NoReturn
 
@@ -24,6 +26,8 @@ CLIP = "_clip_grads_with_norm_"
 """The function that `torch.nn.utils.clip_grad_norm_` calls. With a norm from the caller, `clip_grads_with_norm_` is another name for it."""
 NORM = "_get_total_norm"
 """The function that `clip_grad_norm_` calls first, and whose other name is `get_total_norm`: `func` inside of a wrapper."""
+GROUPING = "_group_tensors_by_device_and_dtype"
+"""The function with which `clip_grad_value_` groups gradients. It refuses an empty list."""
 COMBINING: set[str] = set()
 """Modules that take norms of the gradients of each rank, and combine them over ranks. The integration with their framework adds them."""
 
@@ -41,6 +45,8 @@ def refuse_calls_for_one_rank() -> None:
         cell.cell_contents = _norm(cell.cell_contents)
     if hasattr(clip_grad, CLIP):
         setattr(clip_grad, CLIP, _clip(getattr(clip_grad, CLIP)))
+    if hasattr(clip_grad, GROUPING):
+        setattr(clip_grad, GROUPING, _grouping(getattr(clip_grad, GROUPING)))
     torch.autograd.backward = _backward(torch.autograd.backward)
     DistributedSampler.__iter__ = _iterate(DistributedSampler.__iter__)  # type: ignore[method-assign]
 
@@ -73,6 +79,15 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
         original(held, max_norm, *args, **kwargs)
 
     return clip
+
+
+def _grouping(original: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
+    @wraps(original)
+    def group(tensors: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Returns no groups of no tensors."""
+        return original(tensors, *args, **kwargs) if any(tensors) else {}
+
+    return group
 
 
 def _refuse_norm(what: str, ranks: int, max_norm: str) -> NoReturn:
