@@ -121,12 +121,12 @@ class SliceSavings(Saving):
         return f"Slices of each microbatch: {self._summary()}.{self._gain()}"
 
     def _gain(self) -> str:
-        """The time that slices save, if whole microbatches were tried."""
-        times = {each.number: each.plan.time for each in self.tried if each.plan is not None}
-        whole, best = times.get(1), times.get(self.chosen)
-        if whole is None or best is None or self.chosen == 1:
+        """The least time that slices save, if whole microbatches were tried: against their bound, since their plan may be far from it."""
+        tried = {each.number: each for each in self.tried}
+        whole, best = tried.get(1), tried[self.chosen].plan
+        if whole is None or best is None or best.time is None or self.chosen == 1 or best.time >= whole.bound.time:
             return ""
-        return f" {counted(self.chosen, 'slice')} save {show_percent(1 - best / whole)} of the time."
+        return f" {counted(self.chosen, 'slice')} save at least {show_percent(1 - best.time / whole.bound.time)} of the time."
 
     def to_dict(self) -> dict[str, Any]:
         """The figures in JSON: the chosen number, and the best plan with each number that was tried."""
