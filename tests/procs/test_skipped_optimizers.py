@@ -28,8 +28,31 @@ def skipping(group: Any, skips: dict[int, list[int]], frozen: int | None = None)
         return sum("has stepped" in str(warning.message) for warning in caught)
 
 
+def alternating(group: Any) -> int:
+    """The number of warnings if each optimizer has the parameters of one half of the model, of which a rank trains one."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    x = torch.rand(4, 4)
+    split = zb.split(model, example=x)
+    loss = torch.nn.functional.mse_loss
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.01) for half in (model[:2], model[2:])]
+    with zb.Pipeline(split, "1f1b", 2, loss, group=group) as pipe, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(6):
+            pipe.step(x, x)
+            optimizers[number // 2 % 2].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return sum("has stepped" in str(warning.message) for warning in caught)
+
+
 def test_a_rank_that_skips_its_optimizer_alone_is_warned_of_once(world: Ranks) -> None:
     assert world.run(skipping, {1: [2, 4]}, ranks=2) == [0, 1]
     assert world.run(skipping, {0: [3]}, ranks=3) == [0, 1, 0]
     assert world.run(skipping, {0: [1, 3, 4], 1: [1, 3, 4]}, ranks=2) == [0, 0]
     assert world.run(skipping, {}, 0, ranks=2) == [0, 0]
+
+
+def test_optimizers_of_one_rank_that_alternate_are_not_warned_of(world: Ranks) -> None:
+    """Every rank steps both, as in a GAN within one model; one of them has no gradients on this rank."""
+    assert world.run(alternating, ranks=2) == [0, 0]

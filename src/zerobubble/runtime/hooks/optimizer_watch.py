@@ -66,6 +66,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for runner, stepped in owners:
         runner.optimizers.before_step_of(optimizer, stepped)
     for runner in watched_runners():
+        runner.optimizers.has_stepped = True
         if runner.guard.closed is None:
             runner.cut_model.release_before(parameters)
 

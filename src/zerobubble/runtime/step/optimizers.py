@@ -124,7 +124,7 @@ class SteppingOptimizers:
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.validated: tuple[Optimizer, ...] = ()
         self.has_stepped = False
-        """Whether any of them has stepped since the last training step."""
+        """Whether any optimizer of the process has stepped since the last training step, also one of other ranks' parameters alone."""
         self._is_stepping = False
 
     @contextmanager
@@ -145,7 +145,6 @@ class SteppingOptimizers:
         if optimizer not in self.seen:
             _refuse_mixed(optimizer)
         self.seen.add(optimizer)
-        self.has_stepped = True
         if not is_announced and self._guard.closed != CLOSED:
             self._announce()
 
