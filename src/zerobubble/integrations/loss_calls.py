@@ -22,7 +22,7 @@ from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all
 
 PENALTIES = (
     "for a penalty on parameters, let training_step add its gradients to the gradients of self.pipeline.parameters(), after "
-    "super().training_step(...)"
+    "super().training_step(...); for trained weights of losses, let forward of the model return them"
 )
 """What to do in place of a `compute_loss` that reads parameters of other ranks."""
 LOGGED, ATTRIBUTE = "logged ", "self."
