@@ -465,6 +465,26 @@ class Reversible(nn.Module):
         return result
 
 
+class Remembers(Blocks):
+    """Blocks that attend to what they have kept of earlier batches, as Transformer-XL does: nothing in the first."""
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(Remembering() for _ in range(4))
+
+
+class Remembering(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x if self.memory is None else torch.cat([self.memory, x])
+        mask = torch.ones(len(x), len(kept), dtype=torch.bool).tril(len(kept) - len(x))
+        attended = nn.functional.scaled_dot_product_attention(self.a(x)[None], self.b(kept)[None], kept[None], mask[None])[0]
+        self.memory = x.detach()[-1:]
+        return x + attended
+
+
 class HooksOnTheModel(Layers):
     def set_up(self) -> None:
         self.register_forward_hook(lambda _, __, output: 2 * output)
@@ -473,7 +493,7 @@ class HooksOnTheModel(Layers):
 RIGHT: list[type[nn.Module]] = [
     ReadsDevicesInsideParts,
     *(Layers, Blocks, InAPlainDict, InAModuleDict, ListsOfParameters, Parametrized, TellsLayersApart, BackwardHooks),
-    *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward, DifferentiatesInside),
+    *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward, DifferentiatesInside, Remembers),
 ]
 REFUSED: list[tuple[type[nn.Module], Stated]] = [
     (TrainsTheParent, ("layers.0", 4)),

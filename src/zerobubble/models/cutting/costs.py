@@ -28,6 +28,7 @@ from zerobubble.partition import Layer
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.step.profiling import trained_bytes
 from zerobubble.runtime.values.added_losses import collecting_losses
+from zerobubble.runtime.values.python_state import PythonState
 
 
 class Estimate(NamedTuple):
@@ -122,11 +123,14 @@ def _run(unit: nn.Module, given: OutputForm, flows_back: bool, message: int) -> 
 
 
 def _inputs_and_outputs(unit: nn.Module, given: OutputForm, flows_back: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the inputs that receive gradients, and the outputs, of a forward with such arguments."""
+    """Returns the inputs that receive gradients, and the outputs, of a forward with such arguments.
+
+    What the unit keeps for its next forward is not kept, so that all forwards have the same FLOPs.
+    """
     args, kwargs = given.filled([_flowing(leaf) if flows_back else leaf for leaf in given.leaves])
     if isinstance(unit, Operations):
         args = (*unit.given_parameters, *args[len(unit.given_parameters) :])
-    with torch.enable_grad(), collecting_losses(), FusedAttention():
+    with torch.enable_grad(), collecting_losses(), FusedAttention(), PythonState(unit).restored():
         output = unit(*args, **kwargs)
     flowing = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     own = set(map(id, parameters_of(unit)))

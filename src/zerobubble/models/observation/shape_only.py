@@ -189,7 +189,11 @@ class ShapeOnlyUnit:
             only_shapes(),
         ):
             tried.append(made)
-            output = unit(*args, **kwargs)
+            try:
+                output = unit(*args, **kwargs)
+            except Exception:
+                _put_back(unit, before)  # the next attempt must not find what this one has kept
+                raise
         _refuse_unfit(self.name, output, reads_numbers=made.reads_numbers)
         form = OutputForm.from_output(pytree.tree_map_only(Tensor, _meta, (output, recorded, taken_out(held, mappings))))
         del output
@@ -216,6 +220,17 @@ def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], list[Any]]:
         for name, value in dict.items(vars(module))
         if name not in _OF_EVERY_MODULE
     }
+
+
+def _put_back(unit: nn.Module, before: Mapping[tuple[str, str], list[Any]]) -> None:
+    """Gives the modules in a unit the attributes that `_attributes_in` returned `before`."""
+    for path, module in unit.named_modules():
+        attributes = vars(module)
+        for name in [name for name in attributes if name not in _OF_EVERY_MODULE]:
+            if (path, name) in before:
+                attributes[name] = before[path, name][0].value
+            else:
+                del attributes[name]
 
 
 @contextmanager
