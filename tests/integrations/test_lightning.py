@@ -291,7 +291,7 @@ class Faulty(Classifier):
 
     def __init__(self, step: Callable[[Faulty, Any], Any]) -> None:
         super().__init__()
-        self.step = step
+        self.step, self.scale = step, nn.Parameter(torch.ones(WIDTH))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(self, batch[0])
@@ -398,13 +398,70 @@ def test_a_time_is_logged_as_a_mean(one_rank: lightning.Trainer) -> None:
         (lambda self, x: x.mean(), "self.model"),
         (lambda self, x: (self.model(x) * torch.rand(len(x), 1, generator=torch.Generator())).mean(), "torch.Generator"),
         (lambda self, x: {"loss": (output := self.model(x)).mean(), "largest": output.max()}, "largest"),
+        (lambda self, x: self.model(x * self.scale).mean(), "self.scale"),
         (lambda self, x: {"answers": self.model(x)}, "'loss'"),
     ],
-    ids=["a mean of the batch", "rows of NumPy", "two calls", "no call", "a late generator", "a returned maximum", "no loss"],
+    ids=[
+        "a mean of the batch",
+        "rows of NumPy",
+        "two calls",
+        "no call",
+        "a late generator",
+        "a returned maximum",
+        "a scaled input",
+        "no loss",
+    ],
 )
 def test_a_training_step_that_cannot_be_cut_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
     with raises((InputError, PipelineError), "training_step", stated):
         one_rank.fit(Faulty(step), data())
+
+
+class Recurrent(Classifier):
+    """Keeps the output of the last step, which it gives to the network, in an attribute or in the batch."""
+
+    def __init__(self, *, in_batch: bool) -> None:
+        super().__init__()
+        self.model = Cell()
+        self.automatic_optimization, self.in_batch, self.hidden = False, in_batch, None
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        hidden = torch.zeros(len(batch[0]), WIDTH, dtype=batch[0].dtype) if self.hidden is None else self.hidden
+        return [*batch, hidden] if self.in_batch else batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, optimizer = batch[0], self.optimizers()
+        hidden = torch.zeros(len(x), WIDTH, dtype=x.dtype) if self.hidden is None else self.hidden
+        output = self.model(x, batch[2] if self.in_batch else hidden)
+        optimizer.zero_grad()
+        self.manual_backward(output.square().mean())
+        optimizer.step()
+        self.hidden = output.detach()
+
+
+class Cell(nn.Module):
+    """A step of a recurrent network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input, self.hidden = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return self.hidden((self.input(x) + hidden).tanh())
+
+
+def test_state_in_an_attribute_is_an_error_and_trains_in_the_batch(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    make = partial(lightning.Trainer, accelerator="cpu", devices=1, max_epochs=3, precision="64-true", default_root_dir=tmp_path, **quiet)
+    with raises((InputError, PipelineError), "training_step", got=8, expected=4):
+        make(strategy=PipelineStrategy("1f1b", 2)).fit(Recurrent(in_batch=False), data())
+    weights = []
+    for strategy in ({"strategy": PipelineStrategy("1f1b", 2)}, {}):
+        lightning.seed_everything(0, verbose=False)
+        module = Recurrent(in_batch=True)
+        make(**strategy).fit(module, data())
+        weights.append(module.state_dict())
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
 
 
 def test_a_batch_with_fewer_samples_than_microbatches_is_an_error(one_rank: lightning.Trainer) -> None:

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches, with_new_containers
+from zerobubble.integrations.lightning.captured_inputs import CapturedInputs
 from zerobubble.integrations.lightning.comparison import Fault, are_near_inputs
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.extras import joined
@@ -74,6 +75,7 @@ class StepRunner:
         self._is_first = True
         self._has_views = False
         self._draws = False
+        self._inputs = CapturedInputs(module)
         self._step: Step | None = None
         self._given: list[Arguments] = []
         self._outputs: list[Any] | None = None
@@ -245,8 +247,9 @@ class StepRunner:
         if calls > 1:
             message = "training_step calls {name} more than once, and a pipeline runs it once for each microbatch"
             remedy = (
-                "join the inputs of both calls, as torch.cat((a, b)); networks that train against each "
-                "other, as in a GAN, need a zb.Pipeline each"
+                "join the inputs of both calls, as torch.cat((a, b)); if the second needs the output of the first, as chunks of a "
+                "sequence do, let the data loader give one chunk for each batch; networks that train against each other, as in a GAN, "
+                "need a zb.Pipeline each"
             )
             raise InputError(message, name=self._name, remedy=remedy)
 
@@ -274,6 +277,7 @@ class StepRunner:
                 before.set()
             with step.draws.of_microbatch(index):
                 arguments.append(self._arguments_of(step, index))
+        self._inputs.refuse_unfit(arguments, step.sizes, self._name, self._outside())
         if step.states_after is not None:
             step.states_after.set()
             return arguments
