@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.procs.ranks import Ranks
 from tests.procs.test_checkpoint import MICROBATCHES, Tied, cut, train
 from tests.procs.test_one_device_checkpoint import train_alone
 from tests.refusals import raises
+from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.nested import decoded, encoded, tensors_in
 
 
@@ -244,3 +246,45 @@ def test_the_first_use_of_a_name_moves_no_generator_of_the_program() -> None:
         )
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def recut(group: Any, path: str, saves: bool) -> tuple[list[float], str]:
+    """Differences of losses from one device over two pipelines, with the model cut elsewhere; or the error.
+
+    One optimizer trains both, or each has its own, with the states `saves` and loads.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    single, x = copy.deepcopy(model), torch.rand(4, 4, dtype=torch.float64)
+    ours, theirs = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, single))
+    found = []
+    for cut_at in ("2", "1"):
+        pipe = zb.Pipeline(zb.split(model, example=x, cuts=[cut_at]), "1f1b", 2, nn.functional.mse_loss, group=group)
+        ours = torch.optim.Adam(pipe.parameters(), lr=0.01) if saves else ours
+        if saves and cut_at == "1":
+            zb.load(path, pipe, ours)
+        for _ in range(2):
+            loss = nn.functional.mse_loss(single(x), x)
+            loss.backward()
+            found.append(float(abs(pipe.step(x, x) - loss.detach())))
+            theirs.step(), theirs.zero_grad()
+            try:
+                ours.step()
+            except InputError as error:
+                return found, str(error)
+            ours.zero_grad()
+            if cut_at == "1" and not saves and pipe.rank == 0:
+                return found, ""
+        if saves and cut_at == "2":
+            zb.save(path, pipe, ours)
+        with zb.gathered(model):
+            pipe.close()
+    return found, ""
+
+
+def test_an_optimizer_of_another_cut_is_refused_or_takes_its_states_along(world: Ranks, tmp_path: Path) -> None:
+    (_, first), (_, second) = world.run(recut, str(tmp_path / "never"), False, ranks=2)
+    assert (first, "zb.load" in second) == ("", True)
+    for found, error in world.run(recut, str(tmp_path / "saved"), True, ranks=2):
+        assert (error, len(found)) == ("", 4)
+        assert max(found) < 1e-12

@@ -1,5 +1,8 @@
 """Refuses the state of an optimizer that the rank of other stages saved: torch loads states by number, so it would be of other parameters.
 
+If an optimizer steps the stages of a second pipeline, with the model cut elsewhere, another rank has the state of parameters that have
+moved. It is refused, too.
+
 Each parameter group of an optimizer that steps stages of a rank gets an entry that identifies these stages and parameters.
 `optimizer.state_dict()` contains the entry, and `load_state_dict` keeps it, as it keeps all entries of a group. The next step compares it.
 Optimizers without a pipeline ignore it.
@@ -21,14 +24,27 @@ from torch.optim import Optimizer
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.optimizers import SAVED_BY
 from zerobubble.runtime.step.runner import StepRunner
-from zerobubble.units import named
+from zerobubble.units import counted, named
 
 
 class _Group(NamedTuple):
-    """The identities of the parameters of a group, and its entry."""
+    """The identities of the parameters of a group, those of them that other ranks train, its entry, and the pipelines for which it is."""
 
     parameters: list[int]
     entry: dict[str, Any]
+    elsewhere: frozenset[int]
+    runners: tuple[weakref.ref[StepRunner], ...]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], runners: Sequence[StepRunner]) -> _Group:
+        names = {id(parameter): name for runner in runners for name, parameter in _named(runner)}
+        identities = list(map(id, parameters))
+        elsewhere = frozenset(identities) - names.keys()
+        return cls(identities, _entry_of(identities, names, runners), elsewhere, tuple(map(weakref.ref, runners)))
+
+    def is_of(self, runners: Sequence[StepRunner]) -> bool:
+        """Whether these pipelines trained the group."""
+        return len(runners) == len(self.runners) and all(known() is runner for known, runner in zip(self.runners, runners, strict=True))
 
 
 _groups: weakref.WeakKeyDictionary[Optimizer, dict[int, _Group]] = weakref.WeakKeyDictionary()
@@ -43,18 +59,33 @@ def refuse_other_stages_state(optimizer: Optimizer, runners: Sequence[StepRunner
     for number, group in enumerate(optimizer.param_groups):
         parameters = list(map(id, group["params"]))
         before, entry = known.get(number), group.get(SAVED_BY)
-        if before is None or before.parameters != parameters:
-            known[number] = _Group(parameters, _entry_of(group["params"], runners))
+        if before is None or before.parameters != parameters or not before.is_of(runners):
+            known[number] = _Group.of(group["params"], runners)
+            if before is not None:
+                _refuse_moved(optimizer, number, before, known[number])
         is_loaded = before is None or entry is not before.entry
         if entry is not None and is_loaded and entry != known[number].entry:
             _refuse(optimizer, number, entry, known[number].entry)
         group[SAVED_BY] = known[number].entry
 
 
-def _entry_of(parameters: Sequence[Tensor], runners: Sequence[StepRunner]) -> dict[str, Any]:
+def _refuse_moved(optimizer: Optimizer, number: int, before: _Group, now: _Group) -> None:
+    """Raises `InputError` if an earlier pipeline trained parameters of this rank on another, which has their state."""
+    with_state = set(map(id, optimizer.state))
+    moved = (before.elsewhere & frozenset(now.parameters)) - now.elsewhere - with_state
+    if moved and with_state:
+        raise InputError(
+            "group {number} of {optimizer} lacks the state of {got}, which another rank trained in an earlier pipeline",
+            optimizer=type(optimizer).__name__,
+            number=number,
+            got=counted(len(moved), "parameter"),
+            remedy="make an optimizer of pipe.parameters() for each pipeline, and restore the states with zb.save and zb.load",
+        )
+
+
+def _entry_of(parameters: Sequence[int], names: Mapping[int, str], runners: Sequence[StepRunner]) -> dict[str, Any]:
     """Returns what identifies the stages of this rank and their parameters in a group, as plain values that any program can load."""
-    names = {id(parameter): name for runner in runners for name, parameter in _named(runner)}
-    text = "\n".join(names.get(id(parameter), "") for parameter in parameters)
+    text = "\n".join(names.get(parameter, "") for parameter in parameters)
     stages = sorted({stage for runner in runners for stage in runner.modules})
     return {"stages": stages, "parameters": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
