@@ -27,7 +27,7 @@ from zerobubble.planning.axes.recompute import RecomputeSavings
 from zerobubble.planning.problem.axes import NOT_TOGETHER
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.search import compile_kernels
-from zerobubble.planning.sensitivity import what_if
+from zerobubble.planning.sensitivities import what_if
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 
 WORK = zb.Workload.uniform(2, (10, 10, 8), comm=0.3)

@@ -33,7 +33,7 @@ def bounds_with_slices(placement: Placement, num_microbatches: int, costs: Costs
     >>> zb.bounds.lower_bounds(zb.Placement.linear(4), 2, whole, None).makespan.time / 1e6
     110.0
     >>> bounds_with_slices(zb.Placement.linear(4), 8, whole.sliced(4), None).makespan.time / 1e6
-    72.5
+    67.5
     """
     costs.require_equal("a bound for slices")
     if num_microbatches % len(costs.slices):

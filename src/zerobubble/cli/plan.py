@@ -71,7 +71,7 @@ from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, show_levels
 from zerobubble.planning.problem.workload import limits_for
-from zerobubble.planning.sensitivity import what_if, what_if_text
+from zerobubble.planning.sensitivities import what_if, what_if_text
 from zerobubble.slicing import attention_in
 from zerobubble.units import show_bytes, show_percent, show_range
 from zerobubble.whole_files import write_text

@@ -232,12 +232,13 @@ def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits |
         raise InputError(message, placement=placement.name, placement_routes=len(placement.routes))
     if len(layers) < placement.num_stages:
         message = "{layers} cannot be cut into {placement_stages} stages: a stage is at least one layer"
+        most = len(layers) // placement.stages_per_rank
         raise InputError(
             message,
             layers=counted(len(layers), "layer"),
             num_layers=len(layers),
             placement_stages=placement.num_stages,
-            remedy=f"use at most {counted(len(layers), 'rank')}",
+            remedy=f"use at most {counted(most, 'rank')}" if most else "use a placement with fewer stages on a rank",
         )
     if limits is not None:
         limits.require_ranks(placement.num_ranks, "the placement")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerobubble.planning.problem.problem import Objective, Problem
     from zerobubble.planning.problem.sharded import Sharded
     from zerobubble.planning.problem.workload import Workload
-    from zerobubble.planning.sensitivity import Sensitivity, sensitivity
+    from zerobubble.planning.sensitivities import Sensitivity, sensitivity
     from zerobubble.planning.shards.few_gathers import FewGathers
     from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
     from zerobubble.planning.unequal.order import order_microbatches
@@ -48,13 +48,13 @@ _HOMES = {
     "Plan": "zerobubble.planning.answer",
     "PlanWithGathers": "zerobubble.planning.shards.plan_with_gathers",
     "Problem": "zerobubble.planning.problem.problem",
-    "Sensitivity": "zerobubble.planning.sensitivity",
+    "Sensitivity": "zerobubble.planning.sensitivities",
     "Sharded": "zerobubble.planning.problem.sharded",
     "Status": "zerobubble.planning.answer",
     "Workload": "zerobubble.planning.problem.workload",
     "order_microbatches": "zerobubble.planning.unequal.order",
     "plan": "zerobubble.planning.front",
-    "sensitivity": "zerobubble.planning.sensitivity",
+    "sensitivity": "zerobubble.planning.sensitivities",
     "solve": "zerobubble.planning.competition",
 }
 """Where the names are. They load on first access, since a search takes long to load and most uses of this package need none."""
