@@ -61,7 +61,7 @@ class CapturedInputs:
                 name=self._name,
                 network=network,
                 used=", ".join(f"self.{name}" for name in used),
-                remedy="use them in the forward of the network: let training_step call self(x), whose forward uses them, without network=",
+                remedy='let training_step call self(x), whose forward uses them, with PipelineStrategy(network="")',
             )
 
 
