@@ -121,6 +121,7 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/bounds/run.py
 	$(RUN)/python -m benchmarks.axes.run
 	$(RUN)/python benchmarks/unequal/run.py
+	$(RUN)/python -m benchmarks.slices.run
 	$(RUN)/python benchmarks/unequal/steps.py
 	$(RUN)/python benchmarks/recompute/run.py
 	$(RUN)/python benchmarks/recompute/bytes.py
