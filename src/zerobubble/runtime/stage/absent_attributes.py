@@ -59,11 +59,13 @@ class AbsentAttributes:
         self._replaced.clear()
 
     def _places(self) -> list[SetAttribute]:
-        """Returns the attributes that no stage of this rank sets."""
+        """Returns the attributes that no stage of this rank sets, of modules that none of them contains."""
         stages = [stage for module in self._modules.values() if isinstance(stage := stage_alone(module), SetsElsewhere)]
         by_stage = [{(id(place.module), place.name): place for place in stage.set_by_other_parts()} for stage in stages]
         common = [place for key, place in by_stage[0].items() if all(key in places for places in by_stage)] if by_stage else []
-        return [place for place in common if not any(f"{place.name}{ending}" in place.module._parameters for ending in DERIVED_FROM)]
+        own = {id(module) for stage in self._modules.values() for module in stage.modules()} if common else ()  # parts may share a module
+        others = [place for place in common if id(place.module) not in own]
+        return [place for place in others if not any(f"{place.name}{ending}" in place.module._parameters for ending in DERIVED_FROM)]
 
     def _refusing(self, place: SetAttribute) -> Refusing:
         return Refusing.made(lambda: self._error(place.path, place.name), may_reset=True)
