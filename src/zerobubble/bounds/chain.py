@@ -51,8 +51,8 @@ def chain_needs(placement: Placement, costs: Costs, delay: int = 0) -> ChainNeed
 
 
 def total_time(costs: Costs, kind: Kind, stage: int, num_microbatches: int) -> int:
-    """Returns the total ns of one kind of pass on one stage, over all microbatches."""
-    return sum(costs.times(kind, stage)) if costs.shares else num_microbatches * costs.time(kind, stage)
+    """Returns the total ns of one kind of pass on one stage, over all microbatches, of which `num_microbatches` counts slices."""
+    return num_microbatches // costs.num_different * sum(costs.times(kind, stage))
 
 
 def first_starts(placement: Placement, costs: Costs) -> list[int]:

@@ -8,13 +8,12 @@ a schedule over slices is one of microbatches as short as the shortest slice wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from zerobubble.arguments import wrong
 from zerobubble.bounds.bound import Bound, Bounds, strongest
 from zerobubble.bounds.certificate import bounds_with_delay
-from zerobubble.bounds.chain import first_starts
+from zerobubble.bounds.chain import first_starts, total_time
 from zerobubble.bounds.overlap import saves_time
 from zerobubble.bounds.reasons import work_reason
 from zerobubble.bounds.sums import with_sums
@@ -42,15 +41,14 @@ def bounds_with_slices(placement: Placement, num_microbatches: int, costs: Costs
     delay = (len(costs.slices) - 1) * min(least.time(Kind.F, last), least.time(Kind.B, last))
     passes = bounds_with_delay(placement, num_microbatches, least, limits, delay)
     if not saves_time(costs):
-        repeats = num_microbatches // len(costs.slices)
-        passes = strongest([passes, *_works(placement, repeats, costs), *_turns(placement, repeats, costs)])
+        passes = strongest([passes, *_works(placement, num_microbatches, costs), *_turns(placement, num_microbatches, costs)])
     return with_sums(passes, placement, num_microbatches, least)
 
 
 def _works(placement: Placement, num_microbatches: int, costs: Costs) -> Iterator[Bounds]:
-    """The work of each rank on whole microbatches, and that work after the earliest start of its first pass."""
+    """The work of each rank, and that work after the earliest start of its first pass."""
     kinds = (Kind.F, Kind.B, Kind.W)
-    stages = [_total(costs, kinds, stage, num_microbatches) for stage in range(placement.num_stages)]
+    stages = [sum(total_time(costs, kind, stage, num_microbatches) for kind in kinds) for stage in range(placement.num_stages)]
     works = zip(placement.rank_sums(stages), first_starts(placement, costs.least_slice), strict=True)
     for rank, (work, begin) in enumerate(works):
         yield Bounds(Bound(work, work_reason(rank, work, 0)), Bound(begin + work, work_reason(rank, work, begin)))
@@ -62,7 +60,7 @@ def _turns(placement: Placement, num_microbatches: int, costs: Costs) -> Iterato
     The first B of a stage comes after the F of a whole microbatch on all later stages, and all B and W of the stages up to this one come
     after it. Likewise, all F of these stages come before the last F of a stage, and the B of that whole microbatch after it.
     """
-    costs, last = replace(costs, shares=()), len(costs.slices) - 1
+    last = len(costs.slices) - 1
     forward, backward, weight = ([costs.times(kind, stage) for stage in range(placement.num_stages)] for kind in (Kind.F, Kind.B, Kind.W))
     message = _messages(placement, costs)
     starts = first_starts(placement, costs.least_slice)
@@ -76,8 +74,8 @@ def _turns(placement: Placement, num_microbatches: int, costs: Costs) -> Iterato
             before = there + sum(backward[one][last] for one in later) + sum(message[stage:])
             behind = sum(forward[one][last] for one in later) + sum(message[stage:]) + back
             some = stages[: at + 1]
-            until = before + num_microbatches * sum(sum(backward[one]) + sum(weight[one]) for one in some)
-            after = behind + num_microbatches * sum(sum(forward[one]) for one in some)
+            until = before + sum(total_time(costs, kind, one, num_microbatches) for one in some for kind in (Kind.B, Kind.W))
+            after = behind + sum(total_time(costs, Kind.F, one, num_microbatches) for one in some)
             where = f"of rank {rank} up to stage {stage}"
             yield _of_rank(until, starts[rank], f"B and W {where} wait {show_ms(before)} for the first B of stage {stage}")
             yield _of_rank(after, starts[rank], f"F {where} end {show_ms(behind)} before the last W of stage {stages[0]}")
@@ -102,8 +100,3 @@ def _messages(placement: Placement, costs: Costs) -> list[int]:
 def _of_rank(time: int, begin: int, reason: str) -> Bounds:
     """The bounds of a rank that takes `time` ns from its first pass on, which begins after `begin` ns."""
     return Bounds(Bound(time, reason), Bound(begin + time, f"{reason}, and it cannot begin before {show_ms(begin)}" if begin else reason))
-
-
-def _total(costs: Costs, kinds: Sequence[Kind], stage: int, num_microbatches: int) -> int:
-    """The ns of all passes of these kinds on a stage."""
-    return num_microbatches * sum(sum(costs.times(kind, stage)) for kind in kinds)

@@ -240,8 +240,7 @@ class Plan(Displayed):
         bubbles = f"bubble {show_percent(simple.bubble_at(simple.time))}"
         stages = f" --stages-per-rank {simple.placement.stages_per_rank}" if SCHEDULES[simple.how].any_stages else ""
         slices = f" --set slices={simple.problem.slices}" if simple.problem.slices > 1 else ""
-        microbatches = simple.problem.num_microbatches // simple.problem.slices
-        shape = f"--ranks {simple.placement.num_ranks} --microbatches {microbatches}{stages}{slices}"
+        shape = f"--ranks {simple.placement.num_ranks} --microbatches {simple.problem.whole_microbatches}{stages}{slices}"
         show = f"zerobubble show {simple.how} {shape}"
         return f"Simple choice: {simple.how}, a published schedule, is {than} ({bubbles}) and needs no file: {show}"
 

@@ -74,7 +74,7 @@ def _is_as_published(plan: Plan) -> bool:
 def _made(problem: Problem, name: str) -> Schedule:
     """The published schedule for a problem."""
     placement, slices = problem.placement, {"slices": problem.slices} if problem.slices > 1 else {}
-    made = SCHEDULES[name].build(placement.num_ranks, problem.num_microbatches // problem.slices, placement.stages_per_rank, **slices)
+    made = SCHEDULES[name].build(placement.num_ranks, problem.whole_microbatches, placement.stages_per_rank, **slices)
     return replace(made, placement=placement)
 
 

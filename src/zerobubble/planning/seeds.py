@@ -106,7 +106,7 @@ SLICES = "slices"
 
 def _over_slices(recipe: Recipe, problem: Problem) -> Iterator[Schedule]:
     """Yields the schedule over the slices of `problem`, or nothing if the recipe needs more of them."""
-    placement, microbatches = problem.placement, problem.num_microbatches // problem.slices
+    placement, microbatches = problem.placement, problem.whole_microbatches
     with suppress(InputError):
         made = recipe.build(placement.num_ranks, microbatches, placement.stages_per_rank, **{SLICES: problem.slices})
         yield replace(made, placement=placement)

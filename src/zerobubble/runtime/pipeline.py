@@ -188,7 +188,7 @@ class Pipeline(RefusesModuleCalls):
         schedule, split = self.schedule, self._options.split
         stages = ", ".join(map(str, sorted(self.modules)))
         ways = split if isinstance(split, str) else ", ".join(f"{way} in stage {stage}" for stage, way in split.items())
-        microbatches = counted(schedule.num_microbatches // schedule.slices, "microbatch")
+        microbatches = counted(schedule.whole_microbatches, "microbatch")
         microbatches += f" of {schedule.slices} slices" if schedule.slices > 1 else ""
         lost = "" if self._survival is None or not self._survival.lost else f", without {named('rank', sorted(self._survival.lost))}"
         closed = "" if self._session.guard.closed is None else ", closed"

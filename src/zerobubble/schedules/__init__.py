@@ -99,7 +99,7 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
         raise InputError(refusal)
     recipe.check_options(options)
     made = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
-    if not isinstance(made, Schedule) or (made.num_ranks, made.num_microbatches // made.slices) != (num_ranks, num_microbatches):
+    if not isinstance(made, Schedule) or (made.num_ranks, made.whole_microbatches) != (num_ranks, num_microbatches):
         wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"
         raise InputError("the function of schedule {name!r} must return {wanted}, got {made!r:.80}", name=name, wanted=wanted, made=made)
     return made

@@ -72,7 +72,7 @@ def coarse_problems(problem: Problem) -> list[Problem]:
 
     The last of them may have all the ranks of `problem` and fewer microbatches.
     """
-    full, microbatches = problem.placement.num_ranks, problem.num_microbatches // problem.slices
+    full, microbatches = problem.placement.num_ranks, problem.whole_microbatches
     sizes = []
     ranks = SMALL if full > SMALL else SMALL // 2
     while ranks < full:

@@ -145,7 +145,7 @@ def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints
 
 def _of_slices(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
     """As `_of_passes`, for slices, whose keys and values stay until the backward of the first slice has run."""
-    costs, repeats = problem.costs, problem.num_microbatches // problem.slices
+    costs, repeats = problem.costs, problem.whole_microbatches
     codes = [(kind, stage) for kind in PLANNED for stage in range(problem.placement.num_stages)]
     time = np.concatenate([np.tile(_ints(costs.times(*code)), repeats) for code in codes])
     held = np.concatenate([np.tile(_ints(costs.memory_changes(*code)), repeats) for code in codes])

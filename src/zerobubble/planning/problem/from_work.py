@@ -89,4 +89,4 @@ def ample_limits(placement: Placement, costs: Costs, num_microbatches: int) -> L
 
 def has_ample_memory(problem: Problem) -> bool:
     """Whether the limits never bind, as if no limit was given."""
-    return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches // problem.slices)
+    return problem.limits == ample_limits(problem.placement, problem.costs, problem.whole_microbatches)

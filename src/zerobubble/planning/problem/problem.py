@@ -178,7 +178,7 @@ class Problem(Displayed):
 
     def _summary(self) -> str:
         where = f"{self.placement.name} over {counted(self.placement.num_ranks, 'rank')}"
-        microbatches = counted(self.num_microbatches // self.slices, "microbatch")
+        microbatches = counted(self.whole_microbatches, "microbatch")
         slices = f" of {self.slices} slices" if self.slices > 1 else ""
         return f"on {where}: {microbatches}{slices} for the shortest {self.objective}"
 
@@ -304,7 +304,7 @@ class Problem(Displayed):
         if self.costs.slices:
             kinds = (Kind.F, Kind.B, Kind.W)
             each = sum(sum(least.times(kind, stage)) for kind in kinds for stage in range(self.placement.num_stages))
-            return self.num_microbatches // self.slices * each
+            return self.whole_microbatches * each
         return self.num_microbatches * sum(map(sum, columns))
 
     @property

@@ -351,7 +351,7 @@ def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_mi
         raise InputError(
             "schedule {schedule!r} has {got} microbatches, but num_microbatches is {expected}",
             schedule=made.name,
-            got=made.num_microbatches // made.slices,
+            got=made.whole_microbatches,
             expected=num_microbatches,
             remedy="give the name of a schedule, or a function (num_ranks, num_microbatches) -> Schedule, which works for any number",
         )
