@@ -13,8 +13,9 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from zerobubble.planned_run import NOT_RUN
 from zerobubble.planning.problem.axes import AXES as AXES_OF_PLANS
-from zerobubble.planning.problem.axes import NOT_RUN, NOT_TOGETHER
+from zerobubble.planning.problem.axes import NOT_TOGETHER
 
 PAGE = Path(__file__).with_suffix(".md")
 

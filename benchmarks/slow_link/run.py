@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import zerobubble as zb
-from zerobubble.runtime.hooks import auto
+from zerobubble.replanning import auto
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))

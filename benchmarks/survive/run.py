@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
-from zerobubble.planning.rerouting import rerouted, slowdown_of
+from zerobubble.rerouting import rerouted, slowdown_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from zerobubble.models.model_split import split
     from zerobubble.planning import Workload, plan
     from zerobubble.program import Program
+    from zerobubble.replanning.auto import Auto
     from zerobubble.runtime.checkpoint.checkpoint import load, save
     from zerobubble.runtime.gathered import gathered
-    from zerobubble.runtime.hooks.auto import Auto
     from zerobubble.runtime.hooks.post_validation import PostValidation
     from zerobubble.runtime.pipeline import Pipeline
     from zerobubble.schedules import make

@@ -27,8 +27,8 @@ from tests.procs.ranks import Ranks
 from tests.procs.test_profile import Doze
 from tests.refusals import raises, states
 from zerobubble.planning import background
-from zerobubble.runtime.hooks import auto
-from zerobubble.runtime.hooks.measured_choice import BLOCK
+from zerobubble.replanning import auto
+from zerobubble.replanning.measured_choice import BLOCK
 
 M = 6
 LONGEST_S = 200.0

@@ -27,8 +27,8 @@ from tests.procs.ranks import Ranks
 from tests.pure.problems import reordered
 from tests.refusals import Stated, raises
 from tests.thinned import every
+from zerobubble.planned_run import NOT_RUN
 from zerobubble.planning import Head, Sharded
-from zerobubble.planning.problem.axes import NOT_RUN
 from zerobubble.runtime.stage.head_part import Correction, GivenToHead, HeadName, HeadPart, gradient_of_output
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.schedules import with_recompute, with_vocabulary

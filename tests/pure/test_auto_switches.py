@@ -14,10 +14,10 @@ import pytest
 
 import zerobubble as zb
 from zerobubble.planning import Problem, solve
-from zerobubble.runtime.hooks import auto
-from zerobubble.runtime.hooks import switches as switches_module
-from zerobubble.runtime.hooks.evidence import Sample
-from zerobubble.runtime.hooks.switches import Switch, Switches
+from zerobubble.replanning import auto
+from zerobubble.replanning import switches as switches_module
+from zerobubble.replanning.evidence import Sample
+from zerobubble.replanning.switches import Switch, Switches
 from zerobubble.timeline import Span
 
 RANKS, MICROBATCHES, MB = 4, 8, 1_000_000
@@ -132,7 +132,7 @@ def test_a_small_gain_does_not_pay_for_an_expensive_switch() -> None:
     quick, slow = solve(problem, evaluations=300), solve(problem, evaluations=0)
     shorter = slow.time - quick.time
     assert shorter > 0
-    window, switches = [Sample(slow.time, costs)] * auto.WINDOW, machine.planner.switches
+    window, switches = [Sample(slow.time, costs)] * auto.WINDOW, machine.planner._switches
     for cost, pays_off in ((0, True), (0.9 * shorter, True), (1.1 * shorter, False)):
         switches.done = [Switch(3, slow.schedule.name, cost * auto.REVIEW / MB)]
         assert machine.planner._pays_off(slow, quick, window) is pays_off

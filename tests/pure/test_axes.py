@@ -15,8 +15,9 @@ from zerobubble import InputError, Limits, Placement
 from zerobubble.cli.outputs.plan import plan_to_dict
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
+from zerobubble.planned_run import NOT_RUN
 from zerobubble.planning import Head, Sharded
-from zerobubble.planning.problem.axes import AXES, NOT_RUN, NOT_TOGETHER, refuse_pairs
+from zerobubble.planning.problem.axes import AXES, NOT_TOGETHER, refuse_pairs
 
 ASKED: dict[str, dict[str, Any]] = {
     "links": {"links": (0.5, 1)},

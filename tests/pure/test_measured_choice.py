@@ -5,7 +5,7 @@ from __future__ import annotations
 import zerobubble as zb
 from tests.refusals import states
 from zerobubble.planning import Problem, solve
-from zerobubble.runtime.hooks.measured_choice import BLOCK, MeasuredChoice
+from zerobubble.replanning.measured_choice import BLOCK, MeasuredChoice
 
 MS = 1_000_000
 

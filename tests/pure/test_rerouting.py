@@ -7,7 +7,7 @@ import pytest
 import zerobubble as zb
 from tests.refusals import raises
 from zerobubble.lowering import lower
-from zerobubble.planning.rerouting import rerouted, slowdown_of
+from zerobubble.rerouting import rerouted, slowdown_of
 from zerobubble.verify_program import program_faults
 
 

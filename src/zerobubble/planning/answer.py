@@ -22,7 +22,7 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import RankOffloads, offload_faults, play_offloads
 from zerobubble.offload.offloads import link_from_dict, offloads_from_list, offloads_to_list
 from zerobubble.partition import LayerCut, layers_from_dict, layers_to_dict
-from zerobubble.planning.problem.axes import not_run
+from zerobubble.planned_run import Planned, PlannedRun, not_run
 from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.recomputation import Recomputation
@@ -85,7 +85,7 @@ class Choice(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Displayed):
+class Plan(Displayed, Planned):
     """The best schedule found for a problem, and its optimality gap.
 
     `time` is the problem's objective in ns, `bound` a proven lower bound on it. Among equally short schedules, the one with the smaller
@@ -149,6 +149,16 @@ class Plan(Displayed):
             remedy = "raise the memory limit, or allow recomputation or offload"
             raise InputError("no schedule fits: {reason}", reason=self.reason, remedy=remedy)
         return self.order
+
+    @property
+    def to_run(self) -> PlannedRun:
+        """What `zb.Pipeline` runs of this plan; raises `InputError` with the reason if there is no schedule."""
+        problem, levels = self.problem, tuple(level.name for level in self.levels)
+        gathered_bytes = None if problem.sharded is None else problem.sharded.memory
+        is_sharded = problem.sharded is not None
+        return PlannedRun(
+            self.schedule, self.costs, problem.limits, levels, self.offloads, problem.first_layers, is_sharded, gathered_bytes
+        )
 
     @property
     def costs(self) -> Costs:

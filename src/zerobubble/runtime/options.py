@@ -21,14 +21,12 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, require_offloads
-from zerobubble.planning import Plan
-from zerobubble.planning.problem.axes import NOT_RUN
+from zerobubble.planned_run import NOT_RUN, Planned, PlannedRun
 from zerobubble.rules import recomputed
 from zerobubble.runtime.device import Feature, has_nccl, holds_values, interface, is_host
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
-from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.split.ways import TRACED
 from zerobubble.runtime.stage.divided_head import DividedHead
@@ -39,6 +37,7 @@ from zerobubble.runtime.step.captured_step import STEP
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.ordering import TOKENS, CostOf
+from zerobubble.runtime.step.planner import Replanner
 from zerobubble.runtime.transport.choice import AUTO, NCCL, STAGED, fastest_for
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of_mesh, one_pipeline
@@ -46,7 +45,7 @@ from zerobubble.schedules import find
 
 TIMEOUT = 120.0
 """The default timeout for a message, in seconds."""
-Plays = str | Schedule | Plan | MakeSchedule | Auto
+Plays = str | Schedule | Planned | MakeSchedule | Replanner
 """The kinds of schedules that a pipeline accepts."""
 LOSS, GRADIENTS, NONE = "loss", "gradients", "none"
 """The values that are scaled to give the mean over microbatches; "none" leaves the sum."""
@@ -94,7 +93,7 @@ class PipelineOptions:
         """Slices of each microbatch: those asked for, else those of the schedule."""
         if self.slices is not None:
             return self.slices
-        given = self.schedule.order if isinstance(self.schedule, Plan) else self.schedule
+        given = self.schedule.to_run.schedule if isinstance(self.schedule, Planned) else self.schedule
         return given.slices if isinstance(given, Schedule) else 1
 
     @property
@@ -128,7 +127,8 @@ WANTED: dict[str, Wanted | type] = {
     "build_or_modules": either(function("stage_index", "num_stages", makes="nn.Module"), Wanted("the modules of this rank", _are_modules)),
     "schedule": either(
         Wanted("a name", lambda given: isinstance(given, str)),
-        instance(Schedule, Plan, Auto),
+        instance(Schedule),
+        Wanted("a Plan or an Auto", lambda given: isinstance(given, (Planned, Replanner))),
         function("num_ranks", "num_microbatches", makes="Schedule"),
     ),
     "num_microbatches": MICROBATCHES,
@@ -260,7 +260,7 @@ def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None
 def ordering_costs(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
     """Returns the known costs of stages and their memory limits: those of the plan, or else the pace of a rehearsal."""
     plan = planned(options)
-    return (options.pace, None) if plan is None else (plan.costs, plan.problem.limits)
+    return (options.pace, None) if plan is None else (plan.costs, plan.limits)
 
 
 def usable_timeout(options: PipelineOptions) -> float:
@@ -268,15 +268,15 @@ def usable_timeout(options: PipelineOptions) -> float:
     return options.timeout if _SECONDS.accepts(options.timeout) else TIMEOUT
 
 
-def planned(options: PipelineOptions) -> Plan | None:
-    """Returns the plan that the pipeline plays; None if it plays a plain schedule."""
-    return options.schedule if isinstance(options.schedule, Plan) else None
+def planned(options: PipelineOptions) -> PlannedRun | None:
+    """Returns what the pipeline runs of a plan; None if it plays a plain schedule."""
+    return options.schedule.to_run if isinstance(options.schedule, Planned) else None
 
 
 def recompute_levels(options: PipelineOptions, schedule: Schedule) -> RecomputeLevels:
     """Returns the levels of the R passes of `schedule`. Raises `InputError` if one of them is unknown."""
     plan = planned(options)
-    levels = RecomputeLevels(options.recompute, [level.name for level in plan.levels] if plan is not None and plan.levels else None)
+    levels = RecomputeLevels(options.recompute, list(plan.levels) if plan is not None and plan.levels else None)
     levels.refuse_unknown(sorted({stage for row in schedule.rows for stage, _ in recomputed(row)}), schedule.num_stages)
     return levels
 
@@ -284,15 +284,13 @@ def recompute_levels(options: PipelineOptions, schedule: Schedule) -> RecomputeL
 def planned_cut(options: PipelineOptions) -> tuple[str, ...]:
     """Returns the names of the first layers of all stages but the first, from a plan for layers; empty without one."""
     plan = planned(options)
-    return () if plan is None else plan.problem.first_layers
+    return () if plan is None else plan.first_layers
 
 
 def gathered_bytes_of(options: PipelineOptions) -> int | None:
     """Returns the bytes for gathered weights of a rank: the given ones, or else those of the plan; None if all may stay gathered."""
     plan = planned(options)
-    if options.gathered_bytes is not None or plan is None or plan.problem.sharded is None:
-        return options.gathered_bytes
-    return plan.problem.sharded.memory
+    return options.gathered_bytes if options.gathered_bytes is not None or plan is None else plan.gathered_bytes
 
 
 def _planned_offloads(options: PipelineOptions) -> tuple[RankOffloads, ...]:
@@ -306,7 +304,7 @@ _PLAN_BEFORE = "plan before with zb.plan and the costs of profile, and give the 
 USED: Mapping[str, Callable[[PipelineOptions, Layout], bool]] = {
     "survive": lambda options, _: options.survive,
     "hooks": lambda options, _: bool(options.hooks),
-    "'auto'": lambda options, _: options.schedule == "auto" or isinstance(options.schedule, Auto),
+    "'auto'": lambda options, _: options.schedule == "auto" or isinstance(options.schedule, Replanner),
     "order_by": lambda options, _: options.order_by is not None,
     "offload": lambda options, _: uses_offloads(options),
     "a DividedHead": lambda options, _: _divides_head(options),
@@ -390,7 +388,7 @@ def _is_traced(options: PipelineOptions) -> bool:
 
 def _is_planned_in_shards(options: PipelineOptions) -> bool:
     plan = planned(options)
-    return plan is not None and plan.problem.sharded is not None
+    return plan is not None and plan.is_sharded
 
 
 def _dividing(options: PipelineOptions) -> list[str]:

@@ -21,7 +21,6 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
 from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.partition import Layer
-from zerobubble.planning import Plan
 from zerobubble.runtime.calls import collective_call, counted_collective_call, repeated_by_survivors
 from zerobubble.runtime.executor.overrides import Overlap, Pace
 from zerobubble.runtime.failure.guard import CLOSED
@@ -30,7 +29,6 @@ from zerobubble.runtime.hooks.gradient_scaling import Unscaling
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
 from zerobubble.runtime.hooks.replicas import BUCKET_BYTES
 from zerobubble.runtime.hooks.shared_parameters import Tied
-from zerobubble.runtime.hooks.switches import Switch
 from zerobubble.runtime.hooks.torch_calls import refuse_calls_for_one_rank
 from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.module_calls import RefusesModuleCalls, StageModules, called_first
@@ -47,6 +45,7 @@ from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
 from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
 from zerobubble.runtime.step.ordering import CostOf
+from zerobubble.runtime.step.planner import Switch
 from zerobubble.runtime.step.profiling import profile_layers
 from zerobubble.runtime.survival.survivors import Survival
 from zerobubble.runtime.transport.choice import AUTO
@@ -315,14 +314,14 @@ class Pipeline(RefusesModuleCalls):
         return self._steps.played
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan of `schedule=zb.Auto(...)`, with its costs and bound; None before there is one."""
+    def plan(self) -> Any:
+        """The `zb.planning.Plan` of `schedule=zb.Auto(...)`, with its costs and bound; None before there is one."""
         return None if self._auto is None else self._auto.plan
 
     @property
     def switches(self) -> tuple[Switch, ...]:
         """The changes of schedule that `zb.Auto` has made, with what each cost; a change counts from the second step after it."""
-        return () if self._auto is None else tuple(self._auto.switches.done)
+        return () if self._auto is None else tuple(self._auto.switches)
 
     @property
     def gathers(self) -> RankGathers:

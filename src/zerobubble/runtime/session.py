@@ -22,7 +22,7 @@ from zerobubble.error_reports.user_code import user_place, with_place
 from zerobubble.errors import InputError, ZeroBubbleError, raise_faults
 from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
-from zerobubble.planning import Plan
+from zerobubble.planned_run import Planned
 from zerobubble.reductions import stage_sums
 from zerobubble.runtime.device import accelerator_fault, hardware_queues, is_host, move
 from zerobubble.runtime.executor.offloading import Offloads
@@ -31,7 +31,6 @@ from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.setup_ranks import SetupRanks
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
-from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.changed_copies import ChangedCopies, watched_copies
 from zerobubble.runtime.hooks.equal_optimizers import EqualOptimizers
 from zerobubble.runtime.hooks.equal_values import EqualValues
@@ -71,6 +70,7 @@ from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.step.planner import Replanner, ReplanningHook, planner
 from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.step.stage_rng import StageRng
 from zerobubble.runtime.transport.choice import fastest_for, refuse_unknown, transport_for
@@ -107,7 +107,7 @@ class Setup:
 
     given: str | Schedule | MakeSchedule
     compiled: Compiled
-    planner: AutoPlanner | None
+    planner: ReplanningHook | None
     stages: Stages
     gradients: Gradients
     tied: tuple[tuple[ParameterName, ...], ...]
@@ -412,15 +412,13 @@ def _modules_with_loss(
     return modules
 
 
-def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
+def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, ReplanningHook | None]:
     """Returns the given schedule, that of a plan instead of the plan, and the planner if `zb.Auto` is given."""
-    given = options.schedule
-    if given == "auto":
-        given = Auto()
-    if isinstance(given, Auto):
-        planner = AutoPlanner(given, num_ranks, options.num_microbatches)
-        return planner.schedule, planner
-    return given.schedule if isinstance(given, Plan) else given, None
+    given = planner().auto() if options.schedule == "auto" else options.schedule
+    if isinstance(given, Replanner):
+        hook = given.hook_for(num_ranks, options.num_microbatches)
+        return hook.schedule, hook
+    return given.to_run.schedule if isinstance(given, Planned) else given, None
 
 
 def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:

@@ -12,10 +12,10 @@ from zerobubble.cli.outputs.evaluation import Evaluation, evaluate, svg_of, writ
 from zerobubble.export.png import write_picture
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Placement, Schedule
+from zerobubble.microbatch_order import with_numbers
 from zerobubble.planning import Choice, Plan, Problem
 from zerobubble.planning.problem.head import without_parts
 from zerobubble.planning.shards.few_gathers import FewGathers
-from zerobubble.planning.unequal.order import with_numbers
 from zerobubble.rules import recomputed
 from zerobubble.schedules import make
 from zerobubble.units import counted, ms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 
 from zerobubble.errors import InputError
@@ -20,30 +20,6 @@ NOT_TOGETHER = {
     ("slices", "what_if"): "times are varied for whole microbatches",
 }
 """Pairs of axes that cannot be planned together, each with the reason and how to avoid it."""
-
-NOT_RUN = {
-    ("sharded", "head"): "the head is already divided over the ranks",
-    ("head", "host"): "offload moves activations of stages only",
-}
-"""Pairs of axes that can be planned but that no pipeline runs yet, with the reason. Only a divided head counts: a whole one is a layer."""
-_RUN = {"sharded": "weights in shards", "head": "a divided head", "host": "offload"}
-
-
-def not_run(used: Collection[str]) -> tuple[str, ...]:
-    """A sentence with reason and remedy for each pair of the axes `used` that no pipeline runs.
-
-    >>> not_run({"sharded", "shares"})
-    ()
-    >>> not_run({"head", "host"})
-    ('No pipeline runs a divided head with offload yet: offload moves activations of stages only. To run the plan, leave one of the two \
-out, or include the head in the last stage or layer.',)
-    """
-    pairs = [(one, other) for one, other in NOT_RUN if one in used and other in used]
-    remedy = "To run the plan, leave one of the two out, or include the head in the last stage or layer"
-    return tuple(
-        f"No pipeline runs a divided head with {_RUN[one if other == 'head' else other]} yet: {NOT_RUN[one, other]}. {remedy}."
-        for one, other in pairs
-    )
 
 
 def refuse_pairs(asked: Mapping[str, str]) -> None:

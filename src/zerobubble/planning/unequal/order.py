@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from zerobubble.arguments import NUMBER, WHOLE, optional, takes
 from zerobubble.costs import MAX_LIMIT, Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Kind, Schedule
+from zerobubble.microbatch_order import numbers_by_place, require_orderable, with_numbers
 from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.transforms import fits_memory
@@ -20,10 +20,6 @@ SECONDS = 0.02
 """Default time of the search, enough for some hundreds of orders of 64 microbatches on 8 ranks."""
 
 _NONE_FITS = "no order of the microbatches that was tried fits the memory limits: raise them, or choose a schedule that holds less"
-
-_REMEDY = (
-    "use a schedule with one route, no overlapped passes and the same order in all stages, such as 1f1b, or keep the order of the data"
-)
 
 
 @takes(
@@ -70,7 +66,7 @@ def order_microbatches(
     True
     """
     costs.require_schedule(schedule)
-    _require_places(schedule)
+    require_orderable(schedule)
     boundless = Limits((MAX_LIMIT,) * schedule.num_ranks)
     problem = Problem(schedule.placement, schedule.num_microbatches, costs, limits or boundless, Objective.named(objective))
     if not costs.shares:
@@ -96,41 +92,3 @@ def first_choices(shares: Sequence[float]) -> list[list[int]]:
     """Returns orders of microbatches to start from: the shortest at both ends, shortest first, longest first."""
     shortest_first = sorted(range(len(shares)), key=lambda microbatch: shares[microbatch])
     return [shortest_first[::2] + shortest_first[1::2][::-1], shortest_first, shortest_first[::-1]]
-
-
-def _require_places(schedule: Schedule) -> None:
-    """Raises `InputError` for a schedule with several routes or with overlapped passes, whose microbatches cannot be reordered."""
-    routes = len(schedule.placement.routes)
-    if routes > 1:
-        raise _not_orderable("has {routes} routes", schedule, routes=routes)
-    if schedule.overlaps:
-        raise _not_orderable("has overlapped passes", schedule)
-
-
-def numbers_by_place(schedule: Schedule) -> list[int]:
-    """Returns the microbatches in the order in which every stage runs them; raises `InputError` if stages differ.
-
-    R does not count, since it may skip microbatches and recompute others in any order. A place keeps its R for any microbatch in it.
-    """
-    taken: dict[tuple[Kind, int], list[int]] = {}
-    for row in schedule.rows:
-        for kind, stage, microbatch in row:
-            if kind is not Kind.R:
-                taken.setdefault((kind, stage), []).append(microbatch)
-    first, *others = taken.items()
-    for (kind, stage), numbers in others:
-        if numbers != first[1]:
-            passes = f"{first[0][0]} of stage {first[0][1]}", f"{kind} of stage {stage}"
-            raise _not_orderable("runs {passes[0]} and {passes[1]} in different orders of microbatches", schedule, passes=passes)
-    return first[1]
-
-
-def _not_orderable(reason: str, schedule: Schedule, **fields: Any) -> InputError:
-    sentence = f"the microbatches of schedule {{schedule!r}} cannot be reordered, because it {reason}"
-    return InputError(sentence, schedule=schedule.name, remedy=_REMEDY, **fields)
-
-
-def with_numbers(schedule: Schedule, number: Mapping[int, int] | Sequence[int]) -> Schedule:
-    """Returns the schedule with `number[j]` in place of each microbatch j."""
-    rows = tuple(tuple(op._replace(microbatch=number[op.microbatch]) for op in row) for row in schedule.rows)
-    return replace(schedule, rows=rows)

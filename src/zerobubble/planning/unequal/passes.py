@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from zerobubble.costs import Costs, Limits
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.microbatch_order import numbers_by_place
 from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.transforms import fits_memory
-from zerobubble.planning.unequal.order import first_choices, numbers_by_place
+from zerobubble.planning.unequal.order import first_choices
 from zerobubble.rules import recomputed
 from zerobubble.simulation import metrics, peak_memory
 

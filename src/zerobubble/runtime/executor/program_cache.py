@@ -17,7 +17,7 @@ from zerobubble.lowering import Compiled, prefetch_depth
 from zerobubble.lowering.compiled import lowered, sound
 from zerobubble.lowering.rollback import RollbackPoint, with_rollback_points
 from zerobubble.offload import RankOffloads
-from zerobubble.planning import Plan
+from zerobubble.planned_run import Planned
 from zerobubble.program import Channel, Program
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.gradient_completion import RowListener
@@ -319,14 +319,14 @@ def compiled_for(schedule: Schedule, costs: Costs) -> Compiled:
     return Compiled.from_schedule(schedule, 1 + prefetch_depth(schedule, costs))
 
 
-def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_microbatches: int, slices: int = 1) -> Schedule:
+def schedule_for(given: str | Schedule | Planned | MakeSchedule, ranks: int, num_microbatches: int, slices: int = 1) -> Schedule:
     """Returns the schedule for `num_microbatches` of `slices` each. Raises `InputError` if there is none, or if it does not fit."""
     require("num_microbatches", num_microbatches, MICROBATCHES)
     if isinstance(given, str):
         made: Any = make(given, ranks, num_microbatches, **({"slices": slices} if slices > 1 else {}))
-    elif isinstance(given, Plan):
-        made = given.schedule
-        _require_equal_slices(given)
+    elif isinstance(given, Planned):
+        made = given.to_run.schedule
+        _require_equal_slices(given.to_run.costs)
     else:
         made = given if isinstance(given, Schedule) else given(ranks, num_microbatches)
     if not isinstance(made, Schedule):
@@ -358,9 +358,9 @@ def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_mi
     return made
 
 
-def _require_equal_slices(plan: Plan) -> None:
+def _require_equal_slices(costs: Costs) -> None:
     """Raises `InputError` for a plan whose slices have different lengths, which pipelines cannot cut yet."""
-    lengths = [piece.tokens for piece in plan.problem.costs.slices]
+    lengths = [piece.tokens for piece in costs.slices]
     if lengths and not isclose(min(lengths), max(lengths), rel_tol=1e-6):
         raise InputError(
             "pipelines cut a sequence into slices of equal length, and those of the plan have {got}",

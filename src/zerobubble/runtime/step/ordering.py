@@ -16,11 +16,9 @@ from torch import Tensor
 from zerobubble.costs import FULL, Costs, Limits
 from zerobubble.errors import InputError, ZeroBubbleError, shown
 from zerobubble.ir import Schedule
-from zerobubble.planning import order_microbatches
-from zerobubble.planning.search import compile_joint_search
-from zerobubble.planning.unequal.order import numbers_by_place, with_numbers
-from zerobubble.planning.unequal.passes import plan_passes
+from zerobubble.microbatch_order import numbers_by_place, with_numbers
 from zerobubble.runtime.mailbox.handshake import MicrobatchCosts, StepOrder, write_passes
+from zerobubble.runtime.step.planner import planner
 from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.simulation import peak_memory
 
@@ -83,7 +81,7 @@ class MicrobatchOrdering:
         first = (2.0, *(1.0,) * (schedule.num_microbatches - 1))
         self._search(schedule, first, evaluations=1)  # compiles the search now, so that the first step need not wait for it
         if plans_passes:
-            compile_joint_search()
+            planner().compile_search()
 
     def costs_of(self, schedule: Schedule, microbatches: Sequence[Any]) -> MicrobatchCosts:
         """Returns the costs of these microbatches, what was planned ahead for them, and a function that chooses their order.
@@ -148,7 +146,7 @@ class MicrobatchOrdering:
         if not self._plans_passes or len(set(costs)) == 1 or costs in self._planned:
             return None
         priced, limits = self._problem(schedule, costs)
-        planned = plan_passes(with_numbers(schedule, order), priced, limits=limits, stops=self._ends_search.is_set)
+        planned = planner().plan_passes(with_numbers(schedule, order), priced, limits, self._ends_search.is_set)
         return None if planned is None else StepOrder(tuple(numbers_by_place(planned)), write_passes(planned))
 
     def _order(self, schedule: Schedule, costs: tuple[float, ...]) -> tuple[int, ...]:
@@ -164,7 +162,7 @@ class MicrobatchOrdering:
         if len(set(costs)) == 1:
             return tuple(range(len(costs)))
         priced, limits = self._problem(schedule, costs)
-        ordered = order_microbatches(schedule, priced, limits=limits, evaluations=evaluations)
+        ordered = planner().order_microbatches(schedule, priced, limits, evaluations)
         first = schedule.placement.routes[0][0]
         pairs = zip(schedule.rows[first], ordered.rows[first], strict=True)
         order = {before.microbatch: after.microbatch for before, after in pairs}

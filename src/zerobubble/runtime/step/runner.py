@@ -23,7 +23,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError, PipelineError, raise_faults
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
-from zerobubble.planning.unequal.order import with_numbers
+from zerobubble.microbatch_order import with_numbers
 from zerobubble.program import Program
 from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.executor import Executor

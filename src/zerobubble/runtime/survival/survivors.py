@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
-from zerobubble.planning.rerouting import rerouted, slowdown_of
+from zerobubble.rerouting import rerouted, slowdown_of
 from zerobubble.rules import recomputed
 from zerobubble.runtime.options import PipelineOptions
 from zerobubble.runtime.session import Session, connect

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median_low
 
 from zerobubble.planning import Plan
-from zerobubble.runtime.hooks.evidence import spread
+from zerobubble.replanning.evidence import spread
 from zerobubble.units import show_ms
 
 BLOCK = 4

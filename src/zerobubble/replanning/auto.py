@@ -34,12 +34,13 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Objective, Plan, Problem, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
-from zerobubble.runtime.hooks.evidence import Sample, gain, how_far, how_late, typical_costs, unsteadiness
-from zerobubble.runtime.hooks.measured_choice import MeasuredChoice
-from zerobubble.runtime.hooks.switches import Switches
+from zerobubble.replanning.evidence import Sample, gain, how_far, how_late, typical_costs, unsteadiness
+from zerobubble.replanning.measured_choice import MeasuredChoice
+from zerobubble.replanning.switches import Switches
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
-from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
+from zerobubble.runtime.step.hook import AttachedPipeline, TrainingStep
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
+from zerobubble.runtime.step.planner import Replanner, ReplanningHook, Switch
 from zerobubble.timeline import Timeline
 from zerobubble.units import show_ms
 
@@ -73,7 +74,7 @@ _MEMORY = Wanted(
 
 @takes()
 @dataclass(frozen=True)
-class Auto:
+class Auto(Replanner):
     """What `Pipeline(schedule=zb.Auto(...))` plans for; the string "auto" stands for `zb.Auto()`.
 
     `placement` says which rank holds which stage: a name that `zerobubble plan --placement` knows, such as "linear", "vee" or "looped-2",
@@ -90,8 +91,12 @@ class Auto:
         require("placement of Auto", self.placement, instance(str, Placement))
         require("memory of Auto", self.memory, _MEMORY)
 
+    def hook_for(self, num_ranks: int, num_microbatches: int) -> AutoPlanner:
+        """Returns the hook that plans during the run of a pipeline."""
+        return AutoPlanner(self, num_ranks, num_microbatches)
 
-class AutoPlanner(StepHook):
+
+class AutoPlanner(ReplanningHook):
     """Chooses the schedule of each step. Every rank runs it after every step and gets the same answer.
 
     `schedule` is the current schedule, `plan` its plan once there is one. Raises `InputError` if the planner's search is not installed,
@@ -116,7 +121,7 @@ class AutoPlanner(StepHook):
         self._patience = 1
         self._window: list[Sample] = []
         self._has_bad_links = False
-        self.switches = Switches()
+        self._switches = Switches()
         self._choice: MeasuredChoice | None = None
         self._pipeline: AttachedPipeline
 
@@ -124,6 +129,11 @@ class AutoPlanner(StepHook):
     def limits_in_words(self) -> str:
         """A description of the memory limit of its plans; all ranks must have the same limit."""
         return "no memory limit" if self._limits is None else f"a memory limit of {', '.join(map(str, self._limits.memory))} bytes"
+
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        """The changes of schedule so far."""
+        return tuple(self._switches.done)
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
         """Keeps the pipeline to plan for."""
@@ -139,11 +149,11 @@ class AutoPlanner(StepHook):
         Raises `InputError` with the shortage if no schedule fits into the memory limit.
         """
         with self._pipeline.activity("while choosing a schedule"):
-            self.switches.after_step(self._pipeline)
+            self._switches.after_step(self._pipeline)
             better = self._after_step()
             if better is not None:
                 assert self.plan is not None
-                self.switches.change(self._pipeline, better, self.plan.problem.costs)
+                self._switches.change(self._pipeline, better, self.plan.problem.costs)
 
     def on_close(self) -> None:
         """Ends a running search."""
@@ -169,7 +179,7 @@ class AutoPlanner(StepHook):
         self._window.clear()
         better = self._change(plan)
         if better is not None:
-            self.switches.change(self._pipeline, better, plan.problem.costs)
+            self._switches.change(self._pipeline, better, plan.problem.costs)
 
     def _saved_plan(self, state: dict[str, Any]) -> Plan:
         plan = Plan.from_dict(state["plan"])
@@ -305,7 +315,7 @@ class AutoPlanner(StepHook):
     @property
     def _cost_per_step(self) -> float:
         """The cost of a switch in ns, shared by the steps to the next check."""
-        return self.switches.cost / REVIEW
+        return self._switches.cost / REVIEW
 
     def _settle(self, plan: Plan) -> Schedule | None:
         """Changes to a plan that stays until a later check."""

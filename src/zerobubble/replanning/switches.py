@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from statistics import median_low
 from time import perf_counter_ns
 
 from zerobubble.costs import Costs
 from zerobubble.ir import Schedule
 from zerobubble.runtime.step.hook import AttachedPipeline
+from zerobubble.runtime.step.planner import Switch
 from zerobubble.units import NS_PER_MS, show_ms
 
 _log = logging.getLogger("zerobubble")
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A change of schedule between two training steps.
-
-    Attributes:
-        step: The number of the first step with the new schedule, counted from the first step of the pipeline.
-        schedule: The name of the new schedule.
-        cost_ms: The time of the change on the slowest rank, plus what the first step took longer than the second.
-    """
-
-    step: int
-    schedule: str
-    cost_ms: float
 
 
 class Switches:
