@@ -111,6 +111,22 @@ def test_predictions_are_written_once(pipelined: Path, reference: Path) -> None:
         torch.testing.assert_close(torch.load(file), torch.load(other), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.feature("skipped batches: training_step returns None")
+@pytest.mark.parametrize("case", ["skipping", "skipping accumulated", "skipping by hand"])
+def test_batches_that_training_step_skips_are_those_of_one_device(case: str, pipelined: Path, reference: Path) -> None:
+    assert_same_log(pipelined, reference, case, tolerance=1e-9)
+    ours, theirs = (torch.load(folder / case / "weights.pt") for folder in (pipelined, reference))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert log(reference, case)["rows"][-1]["skipped"] > 3
+
+
+@pytest.mark.refuses("batches that one rank skips")
+def test_a_batch_that_one_rank_skips_is_an_error(tmp_path: Path) -> None:
+    for code, error in outcomes(PROGRAM, tmp_path, "--cases", "skipping alone", ranks=2):
+        assert code == 1, error[-3000:]
+        states(error[error.rindex("InputError") :], "InputError", "rank 0", 1, 2)
+
+
 @pytest.mark.feature("random numbers after the network in training_step")
 def test_gradients_and_logs_by_hand_are_of_the_same_draws_on_all_ranks(tmp_path: Path) -> None:
     train(tmp_path, "--cases", "late by hand", ranks=2)
@@ -276,14 +292,12 @@ class LateDenoiser(Classifier):
 
 
 def test_a_training_step_that_begins_to_draw_later_draws_the_same_in_both_runs(one_rank: lightning.Trainer) -> None:
-    """The runs of two microbatches up to the call, in the second step again after one for the batch, and then those for the losses."""
+    """In each step, the runs of two microbatches up to the call, and then those for the losses."""
     module = LateDenoiser()
     one_rank.fit(module, data())
-    first, second, third = module.sums[:4], module.sums[4:10], module.sums[10:]
-    assert first[:2] == first[2:]
-    assert second[2:4] == second[4:]
-    assert third[:2] == third[2:]
-    assert len({*first, *second[2:], *third}) == 6
+    steps = [module.sums[start : start + 4] for start in (0, 4, 8)]
+    assert all(sums[:2] == sums[2:] for sums in steps)
+    assert len(set(module.sums)) == 6
 
 
 class Faulty(Classifier):
@@ -400,6 +414,9 @@ def test_a_time_is_logged_as_a_mean(one_rank: lightning.Trainer) -> None:
         (lambda self, x: {"loss": (output := self.model(x)).mean(), "largest": output.max()}, "largest"),
         (lambda self, x: self.model(x * self.scale).mean(), "self.scale"),
         (lambda self, x: {"answers": self.model(x)}, "'loss'"),
+        (lambda self, x: None if len(x) == 4 else self.model(x).mean(), "on_after_batch_transfer"),
+        (lambda self, x: None if len(x) == 8 and len(self.model(x)) else self.model(x).mean(), "on_after_batch_transfer"),
+        (lambda self, x: loss if (loss := self.model(x).mean()) is not None and len(x) != 4 else None, "on_after_batch_transfer"),
     ],
     ids=[
         "a mean of the batch",
@@ -410,6 +427,9 @@ def test_a_time_is_logged_as_a_mean(one_rank: lightning.Trainer) -> None:
         "a returned maximum",
         "a scaled input",
         "no loss",
+        "skipped microbatches",
+        "a skipped batch of trained microbatches",
+        "microbatches that are skipped late",
     ],
 )
 def test_a_training_step_that_cannot_be_cut_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:

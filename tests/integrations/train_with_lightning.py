@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import random
 import signal
@@ -40,7 +41,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import Metric
+from torchmetrics import Metric, SumMetric
 
 import zerobubble as zb
 
@@ -310,6 +311,62 @@ class Denoiser(Classifier):
         return loss
 
 
+class Skipping(Classifier):
+    """Counts all samples, and skips batches: before it calls the network those with a large input, after it those with a loss of NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.accuracy, self.num_skipped = SumMetric(), Accuracy(), 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        self.seen.update(float(len(x)))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        x = x + 0.1 * torch.rand_like(x)
+        if self.global_step == 0 or x.abs().max() > 3.3:
+            self.num_skipped += 1
+            self.log("skipped", float(self.num_skipped))
+            return None
+        logits = self.model(x)
+        loss = torch.where(x[:, 0] > 2.3, math.nan, functional.cross_entropy(logits, y, reduction="none")).mean()
+        self.log("is_finite", loss.isfinite().double(), reduce_fx="min")
+        if not loss.isfinite():
+            return None
+        self.log("train_loss", loss)
+        self.accuracy.update(logits, y)
+        self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+
+class SkippingByHand(Skipping):
+    """Skips batches with a large input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        (x, y), optimizer = batch, self.optimizers()
+        self.seen.update(float(len(x)))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        optimizer.zero_grad()
+        if batch_idx == 0 or x.abs().max() > 3.3:
+            self.num_skipped += 1
+            self.log("skipped", float(self.num_skipped))
+            return
+        loss = functional.cross_entropy(self.model(x), y)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("train_loss", loss)
+
+
+class SkippingAlone(Classifier):
+    """Skips batches on the first rank."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return None if self.trainer.is_global_zero and batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
 class Case(NamedTuple):
     """A training run: its module, arguments of Trainer, and the order of the data."""
 
@@ -362,13 +419,16 @@ CASES = {
     "saved": Case(Classifier, saved, order="distributed"),
     "drawn": Case(Drawn, lambda folder: {"precision": "64-true"}),
     "drawn by hand": Case(DrawnByHand, lambda folder: {"precision": "64-true"}),
+    "skipping": Case(Skipping, lambda folder: {"precision": "64-true"}),
+    "skipping accumulated": Case(Skipping, lambda folder: {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+    "skipping by hand": Case(SkippingByHand, lambda folder: {"precision": "64-true"}),
     "tuned": Case(Tuned, tuned),
     "averaged": Case(Averaged, averaged, validates=True),
 }
 
 
-OTHERS = {"late by hand": Case(LateByHand)}
-"""Cases that draw other numbers than one device."""
+OTHERS = {"late by hand": Case(LateByHand), "skipping alone": Case(SkippingAlone)}
+"""Cases that draw other numbers than one device, or are errors."""
 
 
 class Writer(BasePredictionWriter):

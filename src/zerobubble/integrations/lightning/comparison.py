@@ -26,7 +26,7 @@ class Fault(NamedTuple):
     """A difference between a batch and its microbatches.
 
     Attributes:
-        what: What differs: "the loss", a logged value, the network, the random numbers, or the state that changes.
+        what: What differs: "the loss", a logged value, the network, the random numbers, the state that changes, or what is skipped.
         parts: A number that follows from microbatches.
         whole: The number for the whole batch.
         is_sum: Whether the number is the sum over microbatches.
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
     parts: float = 0.0
     whole: float = 0.0
     is_sum: bool = False
-    kind: Literal["number", "state", "inputs", "draws", "returned"] = "number"
+    kind: Literal["number", "state", "inputs", "draws", "returned", "skipped"] = "number"
     draws: bool = False
 
     def error(self, name: str) -> InputError:
@@ -58,6 +58,12 @@ class Fault(NamedTuple):
             "returned": (
                 "{name} returns a dict whose {what} does not follow from those of microbatches",
                 "return one value for each sample, a mean or a sum, and compute the rest in on_train_batch_end",
+            ),
+            "skipped": (
+                "{name} returns None for {what} and a loss for others of the same batch",
+                "let on_after_batch_transfer, which gets the whole batch, add to it whether to skip it; return the 0 * output.sum() of a "
+                "microbatch without targets; or call optimizer.zero_grad() in on_before_optimizer_step, where "
+                "self.trainer.callback_metrics has what training_step has logged",
             ),
             "draws": ("{name} draws {what}, which are no parts of these", f"draw them in {self._place(name)}"),
         }[self.kind]

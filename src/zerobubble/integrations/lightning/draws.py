@@ -88,10 +88,6 @@ class BatchDraws:
     parts: dict[int, list[Draw]] = field(default_factory=dict)
     fault: str = ""
 
-    def of_whole(self) -> Drawing:
-        """Returns a context that draws for the whole batch, up to the call of the network."""
-        return Drawing(self.whole)
-
     def of_microbatch(self, index: int, *, in_loss: bool = False) -> Drawing:
         """Returns a context that draws for one microbatch. `in_loss`: whether it goes on after the call of the network."""
         self.parts[index] = []

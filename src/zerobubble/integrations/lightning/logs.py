@@ -40,6 +40,10 @@ class MetricState(NamedTuple):
     state: dict[str, Any]
 
 
+Found = tuple[list[Entry], Any]
+"""What a step logs, and what `training_step` returns besides the loss: None for a batch that it skips, a `Fault` for an error."""
+
+
 class Parts(NamedTuple):
     """What `training_step` computes for each microbatch.
 
@@ -72,12 +76,14 @@ class StepMessages:
         self._module, self._group, self._device = module, group, device
         self._form: list[tuple[str, dict[str, Any], torch.dtype]] | None = None
 
-    def shared(self, found: tuple[list[Entry], dict[str, Any]] | None, rank: int) -> tuple[list[Entry], dict[str, Any]]:
+    def shared(self, found: Found | None, rank: int) -> Found:
         """Returns, on every rank, the entries and other values that `rank` of the pipeline has found."""
         source = dist.get_global_rank(self._group, rank)
         count = 0 if self._form is None else len(self._form)
         values = torch.zeros(1 + count, dtype=torch.float64, device="cpu")
-        form = None if found is None or found[1] or any(isinstance(entry.value, MetricState) for entry in found[0]) else _form_of(found[0])
+        form = None
+        if found is not None and found[1] == {} and not any(isinstance(entry.value, MetricState) for entry in found[0]):
+            form = _form_of(found[0])
         if found is not None and form == self._form and form is not None:
             values = torch.stack([torch.ones((), dtype=torch.float64, device="cpu"), *(entry.value.double() for entry in found[0])])
         values = values.to(self._device)
@@ -111,6 +117,13 @@ def merged(parts: Parts, module: pl.LightningModule, rules: Mapping[str, str]) -
             by_name.setdefault(entry.name, []).append((entry, weight if rules.get(entry.name) == "weights" else size))
     names = names_of_metrics(module) if any(isinstance(entry.value, Metric) for entries in parts.logs for entry in entries) else {}
     return [_merged(name, found, names, rules.get(name, "")) for name, found in by_name.items()]
+
+
+def entries_of(parts: Parts, module: pl.LightningModule, rules: Mapping[str, str], counts: Mapping[str, int]) -> list[Entry]:
+    """Returns what a batch logs, and without names the metrics that it updates and does not log. `counts` has their updates before."""
+    entries = merged(parts, module, rules)
+    logged = {entry.value.attribute for entry in entries if isinstance(entry.value, MetricState)}
+    return entries + [Entry("", state, {}) for state in updated(module, counts) if state.attribute not in logged]
 
 
 def names_of_metrics(module: pl.LightningModule) -> dict[int, str]:

@@ -137,6 +137,14 @@ class PipelineRanks:
             dist.all_reduce(decisions)
         return int(decisions) == self.world_size if all else bool(decisions)
 
+    def ranks_where(self, decision: bool) -> list[int]:
+        """Returns the ranks of the world that decide so. All ranks call it."""
+        decisions = torch.zeros(self.world_size, dtype=torch.int32, device=self.root_device)
+        decisions[self.global_rank] = int(decision)
+        with self.exchanging("in a decision of Lightning"):
+            dist.all_reduce(decisions)
+        return decisions.nonzero().flatten().tolist()
+
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return _all_gather_ddp_if_available(tensor, group=self._replicas_of(group), sync_grads=sync_grads)
 

@@ -4,9 +4,12 @@ The network is the module that `training_step` calls. `zb.split` cuts it, and th
 is the user's own code, and runs once for each microbatch on the rank of the last stage, where the call of the network returns the output
 that the pipeline has computed. Before that, every rank runs it up to the call of the network, to capture the arguments.
 
-If these runs draw random numbers, they draw them for the whole batch first, and all runs for microbatches get their parts (see `draws`).
-Each begins with the random states of Python and NumPy before the batch. To find a first draw, every rank reads the states twice in a step,
-which takes 0.5 ms. What `training_step` draws after the call follows from a seed of the step.
+The first of these runs is for the whole batch. What it draws, the runs for microbatches get in parts (see `draws`), and they begin with
+the random states before the batch. To know whether it draws, every rank reads the states twice in a step, which takes 0.5 ms. What
+`training_step` draws after the call follows from a seed of the step.
+
+If the run for the whole batch returns without a call of the network, `training_step` skips the batch: it runs once more, with all of its
+effects. If it returns None after the call, the gradients of the step are dropped.
 
 With manual optimization, `training_step` also steps the optimizer, so it cannot run once for each microbatch. It runs once on every rank,
 and its call of the network trains the whole pipeline. The losses of microbatches come from further runs, which end at `manual_backward`.
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,14 +36,15 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches, with_new_containers
 from zerobubble.integrations.lightning.captured_inputs import CapturedInputs
 from zerobubble.integrations.lightning.comparison import Fault, are_near_inputs
-from zerobubble.integrations.lightning.draws import BatchDraws
+from zerobubble.integrations.lightning.draws import Draw, Drawing
 from zerobubble.integrations.lightning.extras import joined
-from zerobubble.integrations.lightning.isolation import isolated, nothing
-from zerobubble.integrations.lightning.logs import Entry, MetricState, Parts, StepMessages, counts_of, merged, updated
+from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated, nothing
+from zerobubble.integrations.lightning.logs import Found, Parts, StepMessages, counts_of, entries_of
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.step import Step
-from zerobubble.integrations.lightning.whole_batch import WholeBatch, joined_in_views, loss_of, metrics_copied, num_views
+from zerobubble.integrations.lightning.whole_batch import MetricCopies, WholeBatch, joined_in_views, loss_of, metrics_copied, num_views
 from zerobubble.integrations.lightning.world import end_world
+from zerobubble.integrations.lone_calls import unchanged
 from zerobubble.integrations.whole_model import (
     CalledError,
     copy_from,
@@ -52,21 +56,35 @@ from zerobubble.integrations.whole_model import (
 )
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all, states_restored
+from zerobubble.units import named
 
 Arguments = tuple[Any, ...] | dict[str, Any]
+SAME_RUNS = "draw random numbers from the default generators of torch, Python or NumPy, and change no state before the call"
 TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
 
 
 class StepRunner:
-    """Runs the steps of `module` in one pipeline along "pp" of `mesh`, with replicas along "dp"."""
+    """Runs the steps of `module` in one pipeline along "pp" of `mesh`, with replicas along "dp".
 
-    def __init__(self, module: pl.LightningModule, settings: Settings, mesh: DeviceMesh, device: torch.device, seed: int) -> None:
+    `ranks_where(decision)`, a collective of all ranks, returns the ranks that call it with True.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        settings: Settings,
+        mesh: DeviceMesh,
+        device: torch.device,
+        seed: int,
+        ranks_where: Callable[[bool], list[int]],
+    ) -> None:
         self._module = module
         self._settings = settings
         self._group = mesh.get_group("pp")
         self._mesh = mesh
         self._device = device
         self._seed = seed
+        self._ranks_where = ranks_where
         self._network: nn.Module | None = None
         self._signature: inspect.Signature | None = None
         self._parameters: list[nn.Parameter] = []
@@ -74,7 +92,6 @@ class StepRunner:
         self._messages = StepMessages(module, self._group, device)
         self._is_first = True
         self._has_views = False
-        self._draws = False
         self._inputs = CapturedInputs(module)
         self._step: Step | None = None
         self._given: list[Arguments] = []
@@ -86,7 +103,7 @@ class StepRunner:
     # Training
 
     def train(self, batch: Any, rest: tuple[Any, ...], share: float, *, clears: bool) -> Any:
-        """Runs `training_step` with automatic optimization. Returns what it returns for the batch, on every rank.
+        """Runs `training_step` with automatic optimization. Returns what it returns for the batch, on every rank; None to skip it.
 
         Args:
             batch: The batch of this replica.
@@ -95,13 +112,19 @@ class StepRunner:
             clears: Whether the gradients of earlier batches are dropped.
         """
         step = self._begun(batch, rest, share)
-        step.counts = counts_of(self._module)
+        if step is None:
+            return self._skipped(batch, rest)
         loss = self._trained(step, self._arguments_of_all(step), clears=clears)
-        found = (self._entries(step), joined(step.extras, self._parts(step), self._whole.rules_of_extras)) if self._is_last else None
-        entries, extras = self._messages.shared(found, self._last_rank)
+        entries, extras = self._messages.shared(self._found(step) if self._is_last else None, self._last_rank)
+        if isinstance(extras, Fault):
+            raise extras.error(self._training_step)
         for entry in entries:
             if entry.name:
                 self._module.log(entry.name, entry.value, **entry.options)
+        if self._mesh["dp"].size() > 1:
+            self._all_skip(extras is None)
+        if extras is None:
+            return None
         loss = loss.detach().to(self._device) / share
         return {"loss": loss, **extras} if extras else loss
 
@@ -109,6 +132,8 @@ class StepRunner:
         """Runs `training_step` with manual optimization on every rank. Its call of the model runs a step of the pipeline."""
         self.share_outside()
         step = self._begun(batch, rest, 1.0)
+        if step is None:
+            return self._skipped(batch, rest)
         arguments = self._arguments_of_all(step)
         calls = 0
 
@@ -154,7 +179,54 @@ class StepRunner:
             self._states_after_call.set()
             self._states_after_call = None
 
-    def _begun(self, batch: Any, rest: tuple[Any, ...], share: float) -> Step:
+    def _begun(self, batch: Any, rest: tuple[Any, ...], share: float) -> Step | None:
+        """Returns the step of a batch; None, on all ranks, if `training_step` skips the batch."""
+        before = RandomStates.now(self._device)
+        draws: list[Draw] = []
+        with unchanged(self._module, ()), metrics_copied(self._module), isolated(self._module, []), Drawing(draws):
+            arguments = self._captured("training_step", batch, *rest)
+        after = RandomStates.now(self._device)
+        if self._all_skip(arguments is None):
+            before.set()
+            return None
+        step = self._cut(batch, rest, share)
+        step.draws.whole, step.states_after = draws, after
+        if draws or not after.is_same_as(before):
+            step.states = before
+        return step
+
+    def _all_skip(self, skips: bool) -> bool:
+        """Returns whether all ranks skip a batch. Raises `InputError` on every rank if only some do."""
+        ranks, world = self._ranks_where(skips), dist.get_world_size()
+        if 0 < len(ranks) < world:
+            raise InputError(
+                "{name} skips a batch on {got} of {expected} ranks, {ranks}, and a pipeline and its replicas train or skip together",
+                name=self._training_step,
+                ranks=named("rank", ranks),
+                got=len(ranks),
+                expected=world,
+                remedy="decide from the batch alone, and with data_parallel_size from a value that self.all_gather has combined",
+            )
+        return bool(ranks)
+
+    def _skipped(self, batch: Any, rest: tuple[Any, ...]) -> Any:
+        """Runs `training_step` for a batch that it skips, with all of its effects, and returns what it returns."""
+        self._gradients = None
+        try:
+            with _all_replaced(self._candidates()):
+                returned = self._module.training_step(batch, *rest)
+        except CalledError as error:
+            raise InputError(
+                "{name} runs twice for a batch that it skips, and calls {network} the second time",
+                name=self._training_step,
+                network=f"self.{self._name_of(error.module)}",
+                remedy=SAME_RUNS,
+            ) from None
+        if returned is not None and self._module.automatic_optimization:
+            raise self._not_called()
+        return returned
+
+    def _cut(self, batch: Any, rest: tuple[Any, ...], share: float) -> Step:
         samples, most = num_samples(batch), self._settings.num_microbatches
         if self.pipe is None and samples < most:
             raise InputError(
@@ -165,7 +237,7 @@ class StepRunner:
                 expected=samples,
             )
         microbatches, sizes = cut(batch, min(samples, most))
-        return Step(with_new_containers(batch), microbatches, sizes, rest, share)
+        return Step(with_new_containers(batch), microbatches, sizes, rest, share, counts_of(self._module))
 
     def _trained(self, step: Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
         """Runs the passes of a step, puts the gradients aside, and returns the loss."""
@@ -174,16 +246,20 @@ class StepRunner:
             pipe._steps.cut_model.release()
         parameters = self._parameters
         is_due = self._whole.is_due()
-        outputs = [None] * len(arguments) if is_due and outputs is None else outputs
+        outputs = outputs or [None] * len(arguments)
         before = [None if clears else parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         self._step, self._outputs, self._given = step, outputs, arguments
         targets = [torch.tensor([index], device="cpu") for index in range(len(arguments))]  # by which `_loss` finds its microbatch
+        metrics = MetricCopies(self._module)
         loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
         if step.states_after is not None:
             step.states_after.set()  # only this rank has run the rest of `training_step`
-        if is_due and outputs is not None:
+        if step.without_loss:
+            metrics.undo()  # the run for the whole batch says which ones are updated
+            step.fault = self._fault(step, outputs)
+        if is_due:
             self._compare(step, outputs)
         self._step, self._outputs, self._given, self._is_first = None, None, [], False
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
@@ -193,29 +269,33 @@ class StepRunner:
 
     def _compare(self, step: Step, outputs: list[Any]) -> None:
         """Raises `InputError` on every rank if the step differs from one call of `training_step` for the batch."""
+        fault = step.fault
+        if self._is_last and not step.without_loss:
+            fault = self._fault(step, outputs)
+        fault = self._from_last_stage(None if fault is None else fault._asdict())
+        if fault is not None:
+            raise Fault(**fault).error(self._training_step)
+
+    def _fault(self, step: Step, outputs: list[Any]) -> Fault | None:
+        """Returns the difference between a step and one call of `training_step` for the batch, on the rank of the last stage."""
 
         def called(*args: Any, **kwargs: Any) -> int:
             self._seed_rest(step, 0)
             return num_views(self._given, step.sizes, self._form(args, kwargs), are_near_inputs)
 
-        fault = None
-        if self._is_last:
-            parts = self._parts(step)
-            fault = self._whole.fault(self.network, step, outputs, parts, called)
-        fault = self._from_last_stage(None if fault is None else fault._asdict())
-        if fault is not None:
-            raise Fault(**fault).error(self._training_step)
+        return self._whole.fault(self.network, step, outputs, self._parts(step), called)
 
     def _parts(self, step: Step) -> Parts:
         weights = [float(self._weight_of(step, index)) for index in range(len(step.sizes))]
         losses = [float(step.losses[index]) for index in range(len(step.sizes))]
         return Parts(step.logs, step.sizes, weights, losses, self._is_sum)
 
-    def _entries(self, step: Step) -> list[Entry]:
-        """Returns what the step logs, and without names the metrics that it has updated and not logged."""
-        entries = merged(self._parts(step), self._module, self._whole.rules)
-        logged = {entry.value.attribute for entry in entries if isinstance(entry.value, MetricState)}
-        return entries + [Entry("", state, {}) for state in updated(self._module, step.counts) if state.attribute not in logged]
+    def _found(self, step: Step) -> Found:
+        """Returns what the step logs, and what `training_step` returns in addition to the loss; None for a batch that it skips."""
+        if step.fault is not None or step.skipped is not None:
+            return step.skipped or [], step.fault
+        parts = self._parts(step)
+        return entries_of(parts, self._module, self._whole.rules, step.counts), joined(step.extras, parts, self._whole.rules_of_extras)
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         """Returns the loss of one microbatch, as `training_step` computes it from the output of the network."""
@@ -238,6 +318,10 @@ class StepRunner:
         states = nullcontext() if step.states is None else states_restored(step.states, self._device)
         with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]), draws:
             loss, extras = loss_of(self._module, step.microbatches[index], step.rest)
+        if loss is None:
+            loss = _zero(output)
+            if self._weight_of(step, index):
+                step.without_loss.append(index)
         step.losses[index] = loss.detach()
         step.extras[index] = _detached(extras) if extras else {}
         factor = step.share * (len(step.sizes) if self._is_sum else 1)
@@ -259,33 +343,23 @@ class StepRunner:
             raise InputError(
                 "training_step runs twice for each microbatch, and calls {name} with other arguments the second time",
                 name=self._name,
-                remedy="draw random numbers from the default generators of torch, Python or NumPy, and change no state before the call",
+                remedy=SAME_RUNS,
             )
 
     # Arguments of the network
 
     def _arguments_of_all(self, step: Step) -> list[Arguments]:
         """Returns the arguments with which `training_step` calls the network, for each microbatch."""
-        before = RandomStates.now(self._device)
-        if self._draws:
-            with isolated(self._module, []), step.draws.of_whole():
-                self._captured("training_step", step.batch, *step.rest)
-            step.states, step.states_after = before, RandomStates.now(self._device)
         arguments = []
-        for index in range(len(step.sizes)):
-            if self._draws:
-                before.set()
-            with step.draws.of_microbatch(index):
-                arguments.append(self._arguments_of(step, index))
+        with metrics_copied(self._module):
+            for index in range(len(step.sizes)):
+                if step.states is not None:
+                    step.states.set()
+                with step.draws.of_microbatch(index):
+                    arguments.append(self._arguments_of(step, index))
         self._inputs.refuse_unfit(arguments, step.sizes, self._name, self._outside())
-        if step.states_after is not None:
-            step.states_after.set()
-            return arguments
-        step.states_after = RandomStates.now(self._device)
-        if any(step.draws.parts.values()) or not step.states_after.is_same_as(before):  # the first draw
-            self._draws, step.draws, step.states_after = True, BatchDraws(step.sizes), None
-            before.set()
-            return self._arguments_of_all(step)
+        assert step.states_after is not None
+        step.states_after.set()
         return arguments
 
     def _seed_rest(self, step: Step, index: int) -> None:
@@ -295,25 +369,36 @@ class StepRunner:
 
     def _arguments_of(self, step: Step, index: int) -> Arguments:
         with isolated(self._module, step.logs[index]):
-            return self._captured("training_step", step.microbatches[index], *step.rest)
+            arguments = self._captured("training_step", step.microbatches[index], *step.rest)
+        if arguments is None:
+            raise Fault("a microbatch", kind="skipped").error(self._training_step)
+        return arguments
 
-    def _captured(self, name: str, *args: Any) -> Arguments:
-        """Returns the arguments with which the method `name` calls the network. The first call finds the network."""
-        candidates = [self._network] if self._network is not None else self._candidates()
+    def _captured(self, name: str, *args: Any) -> Arguments | None:
+        """Returns the arguments with which the method `name` calls the network; None without a call. The first call finds the network."""
         try:
-            with _all_replaced(candidates):
+            with _all_replaced(self._candidates()):
                 getattr(self._module, name)(*map(with_new_containers, args))
         except CalledError as error:
             if self._network is None:
                 self._network = error.module
             return self._form(error.call_args, error.call_kwargs)
-        names = " or ".join(f"self.{self._name_of(module)}" for module in candidates)
-        message = "{module}.{name} does not call {names}"
-        module, remedy = type(self._module).__name__, "call it, or name another module as network="
-        raise InputError(message, module=module, name=name, names=names, remedy=remedy)
+        except BackwardCalledError:
+            raise self._not_called() from None
+        return None
+
+    def _not_called(self) -> InputError:
+        return InputError(
+            "{name} returns a loss and does not call {names}",
+            name=self._training_step,
+            names=" or ".join(f"self.{self._name_of(module)}" for module in self._candidates()),
+            remedy="call it, name another module as network=, or return None to skip the batch",
+        )
 
     def _candidates(self) -> list[nn.Module]:
         """Returns the modules of which the first called is the network: the only child with parameters, else also the module itself."""
+        if self._network is not None:
+            return [self._network]
         if self._settings.network is not None:
             return [self._module.get_submodule(self._settings.network)]
         children = [child for child in self._module.children() if next(child.parameters(), None) is not None]
@@ -356,8 +441,14 @@ class StepRunner:
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
         """Runs `validation_step`, `test_step` or `predict_step` on every rank. Its calls of the network run in the pipeline."""
         if self._network is None:
-            with replaced(self._module, log=nothing):
-                self._captured(name, *args)
+            with ExitStack() as stack:
+                stack.enter_context(states_restored(None, self._device))
+                stack.enter_context(unchanged(self._module, ()))
+                stack.enter_context(metrics_copied(self._module))
+                stack.enter_context(replaced(self._module, log=nothing))
+                calls = self._captured(name, *args) is not None
+            if not calls:
+                return getattr(self._module, name)(*args)
         with replaced(self.network, forward=self._forward):
             return getattr(self._module, name)(*args)
 
@@ -504,6 +595,12 @@ def _all_replaced(modules: list[nn.Module]) -> Iterator[None]:
         return
     with replaced(modules[0], forward=raise_called(modules[0])), _all_replaced(modules[1:]):
         yield
+
+
+def _zero(output: Any) -> Tensor:
+    """Returns a loss of 0, whose gradients for `output` are 0 even where the output is not finite."""
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return torch.stack([tensor.flatten()[:0].sum() for tensor in tensors]).sum()
 
 
 def _detached(value: Any) -> Any:

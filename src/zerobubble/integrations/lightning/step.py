@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerobubble.integrations.lightning.comparison import Fault
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.logs import Entry
 from zerobubble.runtime.values.random_state import RandomStates
@@ -22,13 +23,16 @@ class Step:
         sizes: Their numbers of samples.
         rest: The other arguments of `training_step`.
         share: The factor of every loss: one over the number of batches that accumulate gradients.
+        counts: The numbers of updates of metrics before the step.
         losses: For each microbatch, its loss, without the factor.
         logs: For each microbatch, what `training_step` logged.
         extras: For each microbatch, what `training_step` returned in addition to the loss.
         draws: The random numbers that `training_step` draws.
         states: The random states at the beginning of `training_step`, if it draws random numbers before the call.
         states_after: The random states after all captures.
-        counts: The numbers of updates of metrics before the step.
+        without_loss: The microbatches, of weights other than 0, for which `training_step` returns None.
+        skipped: What `training_step` logs for the whole batch, if it returns None for it; None if it returns a loss.
+        fault: What differs from one call of `training_step` for the batch, if it returns None for a microbatch.
     """
 
     batch: Any
@@ -36,13 +40,16 @@ class Step:
     sizes: list[int]
     rest: tuple[Any, ...]
     share: float
+    counts: dict[str, int]
     losses: dict[int, Tensor] = field(default_factory=dict)
     logs: list[list[Entry]] = field(init=False)
     extras: list[dict[str, Any]] = field(init=False)
     draws: BatchDraws = field(init=False)
     states: RandomStates | None = None
     states_after: RandomStates | None = None
-    counts: dict[str, int] = field(default_factory=dict)
+    without_loss: list[int] = field(default_factory=list)
+    skipped: list[Entry] | None = None
+    fault: Fault | None = None
 
     def __post_init__(self) -> None:
         self.logs = [[] for _ in self.sizes]

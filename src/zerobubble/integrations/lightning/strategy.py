@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,6 +33,17 @@ from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.sigterm import share_stop, stop_together
 from zerobubble.integrations.lightning.whole_for_callbacks import WholeForCallbacks
 from zerobubble.integrations.versions import refuse_wrong_versions
+
+SKIPPED = object()
+"""What the strategy returns if `training_step` returns None: Lightning itself refuses None of several ranks, whose batches may differ."""
+
+
+class StepResult(ClosureResult):
+    """What Lightning keeps of a training step."""
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> StepResult:
+        return super().from_training_step_output(None if training_step_output is SKIPPED else training_step_output, normalize)
 
 
 class PipelineStrategy(PipelineRanks, ParallelStrategy):
@@ -131,6 +143,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self.model_to_device()
         refuse_module(self.lightning_module, self._settings)
         self._share_state(self.lightning_module)
+        trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = StepResult
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -139,7 +152,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
-        self._runner = StepRunner(self.lightning_module, self._settings, self.mesh, self.root_device, self.broadcast(torch.initial_seed()))
+        seed = self.broadcast(torch.initial_seed())
+        self._runner = StepRunner(self.lightning_module, self._settings, self.mesh, self.root_device, seed, self.ranks_where)
         self._share_random_states()
         refuse_callbacks(trainer.callbacks)
         stop_together(trainer)
@@ -165,7 +179,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             if not self.lightning_module.automatic_optimization:
                 return self.runner.train_by_hand(batch, tuple(rest))
             steps = trainer.accumulate_grad_batches
-            return self.runner.train(batch, tuple(rest), 1 / steps, clears=index % steps == 0)
+            returned = self.runner.train(batch, tuple(rest), 1 / steps, clears=index % steps == 0)
+            return SKIPPED if returned is None else returned
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Restores the gradients of the pipeline, between the hooks of Lightning before and after a backward pass."""
@@ -175,14 +190,14 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self.pipeline is not None
         if len(self.optimizers) > 1:
             raise InputError(
                 "the norm of the gradients of one of {got} optimizers is spread over the ranks of a pipeline",
                 got=len(self.optimizers),
                 remedy="use one optimizer with parameter groups, or clip by value",
             )
-        self.pipeline.clip_grad_norm_(clip_val)
+        if self.pipeline is not None:  # otherwise, all batches were skipped
+            self.pipeline.clip_grad_norm_(clip_val)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():

@@ -23,7 +23,7 @@ from zerobubble.integrations.batches import with_new_containers
 from zerobubble.integrations.lightning.comparison import Fault, is_compared, loss_fault, tolerance_of
 from zerobubble.integrations.lightning.extras import learn_rules
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated
-from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, merged
+from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, entries_of, merged
 from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lone_calls import numbers_of, unchanged
 from zerobubble.integrations.loss_rules import are_near
@@ -36,14 +36,14 @@ class Run(NamedTuple):
     """What one call of `training_step` for the whole batch does.
 
     Attributes:
-        loss: Its loss.
+        loss: Its loss; None if it returns None.
         extras: What it returns in addition to the loss.
-        entries: What it logs.
+        entries: What it logs; without a loss, with the states of metrics.
         changed: The names of the attributes and buffers that it changes.
         has_inputs: Whether it calls the network with the arguments of the microbatches.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     extras: dict[str, Any]
     entries: list[Entry]
     changed: list[str]
@@ -71,7 +71,7 @@ class WholeBatch:
         return is_compared(self.num_steps)
 
     def fault(self, network: nn.Module, step: Step, outputs: Sequence[Any], parts: Parts, called: Callable[..., int]) -> Fault | None:
-        """Returns what of a step differs from one call of `training_step`, or None.
+        """Returns what of a step differs from one call of `training_step`, or None. Sets `step.skipped`.
 
         Args:
             network: The module whose calls return the outputs.
@@ -84,6 +84,10 @@ class WholeBatch:
         whole = self._run(network, step, outputs, called)
         if whole.changed:
             return Fault(whole.changed[0], kind="state")
+        if whole.loss is None or step.without_loss:
+            step.skipped = whole.entries
+            is_whole_only, is_part_only = not step.without_loss, whole.loss is not None
+            return Fault("a microbatch" if is_part_only else "the whole batch", kind="skipped") if is_whole_only or is_part_only else None
         if len(parts.losses) == 1:
             return None
         if not whole.has_inputs:
@@ -118,7 +122,11 @@ class WholeBatch:
             stack.enter_context(replaced(network, forward=forward))
             stack.enter_context(step.draws.joined())
             loss, extras = loss_of(self.module, step.batch, step.rest)
-        return Run(loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, extras), entries, changed, has_inputs=views > 0)
+            if loss is None:
+                alone = Parts([entries], [sum(step.sizes)], [1.0], [0.0], is_sum=False)
+                entries = entries_of(alone, self.module, {}, step.counts)
+        loss = None if loss is None else loss.detach()
+        return Run(loss, pytree.tree_map_only(Tensor, Tensor.detach, extras), entries, changed, has_inputs=views > 0)
 
     def _log_fault(self, entries: Sequence[Entry], again: Sequence[Entry], parts: Parts, tolerance: float) -> Fault | None:
         """Returns the first logged number that follows by no rule. A number of Python that another run logs differently is none."""
@@ -161,38 +169,57 @@ def num_views(values: Sequence[Any], sizes: Sequence[int], whole: Any, are_equal
     return views if views > 1 and are_equal(joined_in_views(values, sizes, views), whole) else 0
 
 
-def loss_of(module: pl.LightningModule, batch: Any, rest: tuple[Any, ...]) -> tuple[Tensor, dict[str, Any]]:
-    """Returns the loss that `training_step` returns, or passes to `manual_backward`, and what else it returns."""
+def loss_of(module: pl.LightningModule, batch: Any, rest: tuple[Any, ...]) -> tuple[Tensor | None, dict[str, Any]]:
+    """Returns the loss that `training_step` returns, or passes to `manual_backward`, and what else it returns. None skips the batch."""
     name = f"{type(module).__name__}.training_step"
     try:
         returned = module.training_step(with_new_containers(batch), *rest)
     except BackwardCalledError as error:
         return error.loss, {}
     if not module.automatic_optimization:
-        raise InputError("{name} does not call self.manual_backward(loss), once, after it has called the network", name=name)
+        raise InputError(
+            "{name} does not call self.manual_backward(loss), once, after it has called the network",
+            name=name,
+            remedy="call it; to skip a batch, return before the call of the network, or step no optimizer after manual_backward",
+        )
+    if returned is None:
+        return None, {}
     extras = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
     loss = extras.pop("loss", None)
     if not isinstance(loss, Tensor):
-        message = "{name} must return a loss for every batch, a tensor or a dict with one as 'loss', got {loss_type}"
+        message = "{name} must return a loss, a tensor or a dict with one as 'loss', or None to skip the batch, got {loss_type}"
         raise InputError(message, name=name, loss_type=type(loss).__name__)
     return loss, extras
+
+
+class MetricCopies:
+    """The metrics of a module, which go on with copies of their states until `undo`. Tensors in lists are not copied."""
+
+    def __init__(self, module: nn.Module) -> None:
+        metrics = [child for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
+        self._before = [(child, dict(vars(child))) for child in metrics]
+        copies: dict[int, Any] = {}  # metrics of one group share states
+        for child in metrics:
+            names = child._defaults if isinstance(child, Metric) else ("_groups",)
+            states = {name: vars(child)[name] for name in names if name in vars(child)}
+            copies |= {id(item): item for state in states.values() if isinstance(state, list) for item in state}
+            vars(child).update({name: copy.deepcopy(state, copies) for name, state in states.items()})
+
+    def undo(self) -> None:
+        """Forgets all updates since this object was made."""
+        for child, attributes in self._before:
+            vars(child).clear()
+            vars(child).update(attributes)
 
 
 @contextmanager
 def metrics_copied(module: nn.Module) -> Iterator[None]:
     """A context in which updates of the metrics of a module are lost at the end."""
-    found = [child for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
-    before = [dict(vars(child)) for child in found]
-    copies: dict[int, Any] = {}  # metrics of one group share states
-    for child in found:
-        names = child._defaults if isinstance(child, Metric) else ("_groups",)
-        vars(child).update({name: copy.deepcopy(vars(child)[name], copies) for name in names if name in vars(child)})
+    copies = MetricCopies(module)
     try:
         yield
     finally:
-        for child, attributes in zip(found, before, strict=True):
-            vars(child).clear()
-            vars(child).update(attributes)
+        copies.undo()
 
 
 @contextmanager
