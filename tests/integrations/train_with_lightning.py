@@ -449,11 +449,17 @@ class Writer(BasePredictionWriter):
 
 
 class WeightsInUse(Callback):
-    """Uses the weights of the module in the middle of training, and at its end on the first rank alone."""
+    """Uses the weights of the module before training, in the middle, and at its end on the first rank alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_refused = False
+
+    def on_fit_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        with zb.gathered(module):
+            copy.deepcopy(module.state_dict())
+
+    on_sanity_check_start = on_train_start = on_fit_start
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != 12 or trainer.fit_loop.epoch_loop._should_accumulate():

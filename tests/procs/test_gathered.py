@@ -341,6 +341,32 @@ def test_wrong_uses_of_gathered_are_refused_on_all_ranks_and_leave_the_pipeline_
     world.run(is_wrong, ranks=2)
 
 
+def before_training(group: Any) -> None:
+    """Reads and changes the weights before the pipeline is made, before its first step, and after it is closed."""
+    model, expected = net(), OneDevice(net())
+    for whole in (model, expected.model):
+        with zb.gathered(whole), torch.no_grad():
+            whole.first.bias.add_(1)
+    stages = zb.split(model, example=batch(0)[0])
+    with zb.gathered(model.blocks, rank=0):
+        assert error_of(model, expected.model) < TOLERANCE
+    pipe = zb.Pipeline(stages, "1f1b", MICROBATCHES, Loss(), group=group)
+    with zb.gathered(model):
+        assert error_of(model, expected.model) < TOLERANCE
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    expected.step(*batch(0))
+    pipe.step(*batch(0))
+    optimizer.step()
+    with zb.gathered(model), pipe:
+        pass
+    with zb.gathered(model), zb.gathered(nn.Linear(2, 2)):
+        assert error_of(model, expected.model) < TOLERANCE
+
+
+def test_a_model_is_gathered_where_no_pipeline_is_open(world: Ranks) -> None:
+    world.run(before_training, ranks=2)
+
+
 def by_hand(group: Any, way: str) -> None:
     """Parameters that are changed without an optimizer of torch, or by one that a rank does not have."""
     model = net()

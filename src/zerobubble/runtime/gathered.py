@@ -41,7 +41,8 @@ def gathered(model: nn.Module, pipe: Pipeline | None = None, *, rank: int | None
     Args:
         model: The model given to `zb.split`, a part of it, or a module that holds it, such as a LightningModule. With `pipe`, also another
             model with the same names, such as one that was made after training.
-        pipe: The pipeline. By default, the open pipeline that trains `model`.
+        pipe: The pipeline. By default, the open pipeline that trains `model`. While no pipeline is open, such as before the first step of
+            Lightning's `fit`, the context changes nothing: the model is whole.
         rank: The rank of the pipeline that gets the weights. By default, all get them, which takes the memory of the whole model on each.
 
     Changes of weights inside the context count if all ranks with these weights make them.
@@ -61,11 +62,10 @@ def gathered(model: nn.Module, pipe: Pipeline | None = None, *, rank: int | None
 
 
 def _runner_of(model: nn.Module) -> StepRunner | None:
-    """Returns the runner of the open pipeline that trains `model`; None if it was closed, and the model is whole."""
+    """Returns the runner of the open pipeline that trains `model`; None if no pipeline does, and the model is whole."""
     tensors = {id(tensor): tensor for _, tensor in named_tensors(model)}
-    found = [
-        runner for runner in watched_runners() if not tensors.keys().isdisjoint(id(tensor) for _, tensor in runner.cut_model.tensors())
-    ]
+    runners = watched_runners()
+    found = [runner for runner in runners if not tensors.keys().isdisjoint(id(tensor) for _, tensor in runner.cut_model.tensors())]
     is_open = [runner for runner in found if runner.guard.closed is None]
     if len(is_open) == 1:
         return is_open[0]
@@ -76,7 +76,7 @@ def _runner_of(model: nn.Module) -> StepRunner | None:
             "the pipeline that has trained this model is closed, and the weights of other ranks' stages are gone",
             remedy="enter zb.gathered(model) before the pipeline closes, or load a checkpoint",
         )
-    if found:
+    if found or all(runner.guard.closed is not None for runner in runners):
         return None
     raise InputError(
         "no pipeline trains {got}", got=type(model).__name__, remedy="give the model that zb.split has cut, or zb.gathered(model, pipe)"
