@@ -57,6 +57,10 @@ ON_ONE_PIPELINE: list[tuple[Mistake, Stated]] = [
     (lambda pipe: (pipe.step(*batch(M)) / 2).backward(), ("pipe.step", ".grad")),
     (lambda pipe: torch.autograd.backward([pipe.step(*batch(M))]), ("pipe.step", ".grad")),
     (lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0), ("pipe.clip_grad_norm_",)),
+    (lambda pipe: setattr(pipe, "loss_fn", nn.functional.l1_loss), ("loss_fn",)),
+    (lambda pipe: setattr(pipe, "num_microbatches", 2), ("num_microbatches", "pipe.step")),
+    (lambda pipe: setattr(pipe, "schedule", "1f1b"), ("schedule",)),
+    (lambda pipe: setattr(pipe, "modules", {}), ("modules",)),
     (lambda pipe: pipe.step(batch(M)[0], labels=batch(M)[1]), ("labels", "targets")),
     (lambda pipe: pipe.step(*(part[:3] for part in batch(M))), (3, M, "num_microbatches=3")),
 ]

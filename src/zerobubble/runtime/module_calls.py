@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper
@@ -45,6 +46,12 @@ _INSTEAD = {
     "num_microbatches": "pipe.schedule.num_microbatches is their number",
 }
 """What to do in place of a call or attribute that a pipeline does not have. All others of `nn.Module` are those of its stages."""
+_CHANGED = {
+    "loss_fn": "write one loss function that chooses by a value of your program, which every rank sets",
+    "num_microbatches": "call pipe.step(..., num_microbatches=N)",
+    "hooks": "call pipe.attach(hook)",
+}
+"""What to do in place of an assignment to an attribute of a pipeline."""
 
 
 class MissingNameError(InputError, AttributeError):
@@ -64,6 +71,16 @@ class RefusesModuleCalls:
         raise InputError("a Pipeline has no elements", remedy=_unless_wrapped(remedy))
 
     if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Raises `InputError` for an argument or attribute of the pipeline, whose steps would not see the new value."""
+            kind, is_made = type(self), "_session" in vars(self)
+            is_ours = name in vars(self) or hasattr(kind, name) or name in inspect.signature(kind).parameters
+            has_setter = name.startswith("_") or getattr(getattr(kind, name, None), "fset", None) is not None
+            if is_made and is_ours and not has_setter:
+                remedy = _CHANGED.get(name, "close the pipeline, and create one with the new value")
+                raise InputError("{attribute} of a Pipeline cannot be assigned", attribute=name, remedy=remedy)
+            super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raises an `AttributeError` with what to call instead."""
