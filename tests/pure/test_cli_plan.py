@@ -26,7 +26,7 @@ from zerobubble.cost_model.machine import Machine
 from zerobubble.export.document import load_schedule
 from zerobubble.partition import Layer, stage_costs
 from zerobubble.planning.attempt import PlanProgress
-from zerobubble.planning.layer_plan import equal_limits
+from zerobubble.planning.axes.layers import equal_limits
 from zerobubble.planning.placements import FAMILIES
 
 SHAPE = ("--ranks", "8", "--microbatches", "24", "--times", "18.522,18.086,9.337", "--comm", "0.601", "--held", "0.941")

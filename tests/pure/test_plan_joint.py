@@ -18,9 +18,9 @@ from zerobubble.offload import HostLink
 from zerobubble.partition import Layer, activation_limits, balance_placement, parameter_bytes, stage_costs
 from zerobubble.planning import search as engine
 from zerobubble.planning.answer import Plan
+from zerobubble.planning.axes.layers import CutSavings
 from zerobubble.planning.competition import solve
 from zerobubble.planning.front import plan
-from zerobubble.planning.layer_plan import CutSavings
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.simulation import memory_faults
 
@@ -64,11 +64,11 @@ def test_never_worse_than_balanced_cuts_and_then_a_plan(placement: Placement, ob
         found = together(layers, placement, 5, limits, objective)
         apart = one_after_the_other(layers, placement, 5, limits, objective)
         savings = savings_of(found)
-        assert (savings.balanced.time, savings.balanced.schedule) == (apart.time, apart.schedule)
         assert found.time is not None
         assert apart.time is not None
+        assert savings.balanced.time is not None
         assert found.time <= apart.time
-        assert savings.gain == 1 - found.time / apart.time
+        assert savings.gain == 1 - found.time / savings.balanced.time
 
 
 def test_a_heavy_head_is_planned_shorter_with_other_cuts() -> None:
@@ -110,7 +110,8 @@ def test_the_same_budget_and_seed_give_the_same_plan() -> None:
 
 def test_without_limits_there_is_room_for_every_microbatch() -> None:
     found = plan(HEADED, 3, placements=Placement.linear(2), evaluations=50)
-    assert found.problem.limits.memory == (3 * 23 * 1000 + 1,) * 2
+    assert found.cut is not None
+    assert found.problem.limits.memory == tuple(3 * held + 1 for held in found.cut.rank_held)
 
 
 def test_parameters_that_fill_every_rank_are_an_input_error() -> None:
@@ -172,8 +173,8 @@ def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(engine, "search", interrupted)
     found = together(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), Objective.PERIOD)
-    assert times == [2]
-    assert savings_of(found).cuts_planned == 2
+    assert times == [1]
+    assert found.interrupted
     assert savings_of(found).gain >= 0
 
 

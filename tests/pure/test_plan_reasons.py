@@ -12,7 +12,7 @@ from tests.refusals import states
 from tests.thinned import every
 from zerobubble.planning import attempt
 from zerobubble.planning.answer import CUT_SHORT
-from zerobubble.planning.layer_plan import CutSavings
+from zerobubble.planning.axes.layers import CutSavings
 from zerobubble.planning.pareto import pareto
 
 WORK = zb.Workload.uniform(3, (1, 1, 1), held=2.0)

@@ -64,7 +64,7 @@ from zerobubble.partition import Layer, cut_layers, join_blocks
 from zerobubble.planning import Objective, Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.axes.host import OffloadSavings
-from zerobubble.planning.layer_plan import CutSavings, equal_limits
+from zerobubble.planning.axes.layers import CutSavings, equal_limits
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.head import Head
@@ -426,8 +426,7 @@ def _plan_layers(given: GivenLayers, search: SearchOptions, options: PlanOptions
     if memory is None:
         require_with("offload", "--memory", "")
     axes = _axes_of_layers(layers, ranks, options, head) | {"sharded": sharded.sharded(None, options.within / 100)}
-    is_alone = all(axes.get(name) in (None, (), "none") for name in ("baseline", "shares", "recompute", "head", "host", "sharded"))
-    with search_progress(search, searches=2 if is_alone else 3) as watch:
+    with search_progress(search) as watch:
         ask = partial(plan, layers, microbatches, memory, placements=placements)
         found = _planned(ask, axes, search.arguments(search.objective, watch))
     savings, inside = found.saving(CutSavings), None

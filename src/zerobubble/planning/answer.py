@@ -20,6 +20,7 @@ from zerobubble.display import WIDEST, Displayed, clipped
 from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
 from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import RankOffloads, offload_faults, play_offloads
+from zerobubble.offload.choice import with_other_costs
 from zerobubble.offload.offloads import link_from_dict, offloads_from_list, offloads_to_list
 from zerobubble.partition import LayerCut, layers_from_dict, layers_to_dict
 from zerobubble.planned_run import Planned, PlannedRun, not_run
@@ -141,6 +142,15 @@ class Plan(Displayed, Planned):
             raise ScheduleError(faults, schedule.name)
         status = Status.OPTIMAL if time == bound.time else Status.FEASIBLE
         return cls(problem, status, bound, schedule, time, seconds, how, makespan=played.makespan, offloads=offloads)
+
+    def in_other(self, problem: Problem, suffix: str) -> Plan | None:
+        """The order and offloads as a plan for another problem, not bounded yet, with a suffix to its name; None if they do not fit."""
+        how = f"{self.how.removesuffix(suffix)}{suffix}"
+        try:
+            offloads = with_other_costs(self.schedule, problem.costs, problem.limits, self.offloads) if self.offloads else ()
+            return Plan.from_schedule(problem, Bound(0, ""), self.schedule, self.seconds, how, offloads)
+        except (InputError, ScheduleError):
+            return None
 
     @property
     def schedule(self) -> Schedule:

@@ -26,7 +26,6 @@ from zerobubble.planning.problem.problem import Objective, Problem, Work, is_for
 from zerobubble.planning.problem.recomputation import levels_for
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.shards.plan_with_gathers import sharding
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,6 @@ class AskedAxes:
         """Whether a head is planned, given or in the costs."""
         return self.head is not None or (isinstance(work, Costs) and has_parts(work))
 
-    @property
-    def are_of_layers_alone(self) -> bool:
-        """Whether nothing is planned with layers but their cut, at any speeds."""
-        return not (self.shares or self.offered or self.head or self.host or self.baseline or self.sharded)
-
     def refuse(self, work: Work, memory: Memory | None, aim: Objective) -> None:
         """Raises `InputError` for pairs of axes that cannot be planned together, and for axes that lack what they need."""
         names = self._names(work, aim)
@@ -104,8 +98,8 @@ class AskedAxes:
         """The choices of all axes asked for, the outermost first."""
         some = next(iter(problems.values()))
         axes: list[ChoicesOfAxis] = [SlicesChoices(self.slices)] if self.slices.counts else []
-        if some.sharded is not None:
-            axes.append(ShardedChoices(tuple((problem.placement, sharding(problem)) for problem in problems.values())))
+        if self.sharded is not None:
+            axes.append(ShardedChoices(self.sharded))
         if self.host is not None:
             axes.append(HostChoices(self.host))
         if head_parts is not None:

@@ -11,7 +11,7 @@ plays every pass, so a good order of few microbatches is found much sooner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -146,12 +146,6 @@ def as_budget(seconds: float | None, evaluations: int | None) -> Budget:
             raise wrong(name, value, "a finite number >= 0")
     return Budget(SECONDS if seconds is None else seconds, evaluations)
 
-
-Search = Callable[[Mapping[str, Problem], Budget, int], Plan]
-"""Plans `problems` (by name of placement) within a budget and with a seed; the best plan, with each placement's as its choices.
-
-The search for one axis of a problem wraps the search for the others and is a `Search`, too.
-"""
 
 FIRST_SECONDS = 6e-6
 """Seconds per pass to make, check and play a placement's first schedule."""

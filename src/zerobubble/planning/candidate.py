@@ -113,6 +113,21 @@ class Entry:
         """Whether a search may make this candidate better than `best`."""
         return self.attempt.can_improve and (best is None or best.time is None or can_beat(self.best, best))
 
+    def on(self, candidate: Candidate, bound: Bound, of_problem: Bound, suffix: str) -> Entry:
+        """The entry of another candidate, with this one's orders where they fit; `bound` is that of its target.
+
+        The names of its plans get a suffix.
+        """
+        entry, best = unopened(candidate, bound), self.best.problem
+        ordered = None if self.attempt.plan.order is None else self.attempt.plan.in_other(candidate.problem, suffix)
+        if ordered is not None:
+            attempt = replace(self.attempt, plan=with_bound(ordered, of_problem), published=(), interrupted=False)
+            entry = entry.after(attempt, until=0.0)
+        target, levels = candidate.target, best.recomputation
+        target = target if levels is None else target.offering(levels.offered, *levels.chosen)
+        moved = None if self.best.order is None else self.best.in_other(replace(target, host=best.host), suffix)
+        return entry if moved is None else entry.with_plans([moved])
+
     def after(self, attempt: Attempt, until: float = inf) -> Entry:
         """The entry with another state of the attempt, whose schedule is lifted if it is new.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
+from math import inf
 from time import perf_counter
 
 from zerobubble.arguments import NUMBER, WHOLE, optional, takes
@@ -82,7 +83,7 @@ def solve(
         return attempt_by_baseline(name, baseline, problem, budget).plan
     if problem.sharded is not None:
         started_from = {name: chain(seeds, ranked_seeds(problem, budget.for_seeds))}
-        shards = ShardedChoices(((problem.placement, problem.sharded),))
+        shards = ShardedChoices(problem.sharded)
         return compete({name: problem}, budget, seed, axes=[shards], progress=progress, seeds=started_from)
     started = perf_counter()
     attempt = start_attempt(name, problem, budget, chain(seeds, ranked_seeds(problem, budget.for_seeds)))
@@ -107,6 +108,12 @@ SEARCHED_FURTHER = (6, 2)
 
 FOR_ORDERS, FOR_STARTS = 0.6, 0.3
 """Shares of the seconds for orders, at least, and for first schedules if there are axes."""
+
+GROWN, MOST_NEAR, MOST_BOUNDED = 3, 3, 12
+"""Entries that bring further ones with nearby choices after each round, how many, and how many nearby choices of one are bounded."""
+
+NEAR_SHARE = 0.03
+"""Share of the seconds to find choices near those of an entry."""
 
 MOST_FURTHER = 0.75
 """Share of the budget for all that follows the search for orders, at most."""
@@ -147,6 +154,7 @@ class _Competition:
         self.entries: list[Entry] = []
         self.bounds: dict[Problem, Bound] = {}
         self.refusals: list[InputError] = []
+        self.replayed: list[Plan] = []
 
     def plan(self, problems: Mapping[str, Problem]) -> Plan:
         """The best plan, finished by each axis."""
@@ -163,9 +171,7 @@ class _Competition:
     def _listed(self, problems: Mapping[str, Problem]) -> list[Candidate]:
         """All candidates, without a schedule."""
         candidates = [Candidate(name, problem, problem) for name, problem in problems.items()]
-        for axis in self.axes:
-            candidates = promising([more for candidate in candidates for more in axis.choices(candidate)])
-        return candidates
+        return _with_choices(candidates, self.axes)
 
     @property
     def _further(self) -> tuple[float, float]:
@@ -208,7 +214,37 @@ class _Competition:
             self.entries = with_sharper_bounds(self.entries, budget)
             if not budget.is_empty:
                 left, most = budget.share(1, spent=self._spent), SEARCHED if self.axes else None
-                self.entries = successive_halving(self.entries, left, self.seed, self.progress, most)
+                grow = self._grown if any(axis.order_from for axis in self.axes) else None
+                self.entries = successive_halving(self.entries, left, self.seed, self.progress, most, grow)
+        self.entries += self._grown(self.entries)
+
+    def _grown(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        """The best entries with nearby choices of axes that suit their orders; none that are there already or cannot win."""
+        if (self.budget.seconds <= 0 and self.budget.evaluations is None) or any(one.attempt.interrupted for one in entries):
+            return
+        able = sorted((one for one in entries if one.plans and not one.candidate.is_compared), key=lambda one: rank_key(one.best))
+        for entry in able[:GROWN]:
+            if not any(plan is entry.best for plan in self.replayed):
+                self.replayed.append(entry.best)
+                for more in islice(self._near(entry, entries), MOST_NEAR):
+                    yield more
+                    entries = (*entries, more)
+
+    def _near(self, entry: Entry, entries: Sequence[Entry]) -> Iterator[Entry]:
+        """The entry with nearby choices of axes, of which those come first on which its best order is shortest."""
+        plan, name, until = entry.best, entry.candidate.name, perf_counter() + NEAR_SHARE * self.budget.seconds
+        until = min(until, self.budget.end(self.started + self.compiling)) if self.budget.evaluations is None else inf
+        best = min((one.best for one in entries if not one.candidate.is_compared), key=rank_key)
+        for place, axis in enumerate(self.axes):
+            for near in islice(axis.near(name, plan, until), MOST_BOUNDED):
+                for twin in _alike(near, self.axes[place + 1 :], entry.candidate):
+                    bound = self._bound(twin.target)
+                    if best.time is not None and bound.time >= best.time:
+                        continue
+                    grown = entry.on(twin, bound, self._bound(twin.problem), axis.order_from)
+                    if not any(one.candidate.target == twin.target and rank_key(one.best) <= rank_key(grown.best) for one in entries):
+                        axis.show([one.best for one in (*entries, grown)], self.progress)
+                        yield grown
 
     @property
     def _spent(self) -> float:
@@ -352,6 +388,7 @@ class _Competition:
                 with CtrlC() as ctrl_c:
                     self.entries[place] = self.entries[place].improved(Effort(part, self.seed + turn))
                 self.interrupted |= ctrl_c.came
+            self.entries += self._grown(self.entries)
 
     def _each_kind_first(self, places: Sequence[int]) -> list[int]:
         """The places of ranked entries, before the others the best one with each choice of all axes but the innermost."""
@@ -402,8 +439,8 @@ class _Competition:
         started = self.started + self.compiling
         return Contest(
             self.entries,
-            self.bounds,
-            self.candidates,
+            lambda problem: self.bounds.get(problem.at_first_level) or problem.at_first_level.bound(),
+            self._candidates_with,
             self.budget,
             started,
             self.seed,
@@ -411,3 +448,28 @@ class _Competition:
             self.interrupted,
             self.progress,
         )
+
+    def _candidates_with(self, plan: Plan) -> Sequence[Candidate]:
+        """All candidates, or those with the choice of `plan` of an axis whose bounds hold for one choice."""
+        name = next((one.name for one in self.candidates if one.target.placement == plan.placement), "")
+        for place, axis in enumerate(self.axes):
+            same = axis.on_choice_of(name, plan)
+            if same is not None:
+                return _with_choices([same], self.axes[place + 1 :])
+        return self.candidates
+
+
+def _with_choices(candidates: Sequence[Candidate], axes: Sequence[ChoicesOfAxis]) -> list[Candidate]:
+    """The most promising candidates with the choices of more axes."""
+    listed = list(candidates)
+    for axis in axes:
+        listed = promising([more for candidate in listed for more in axis.choices(candidate)])
+    return listed
+
+
+def _alike(candidate: Candidate, axes: Sequence[ChoicesOfAxis], other: Candidate) -> list[Candidate]:
+    """The candidate with the choices of more axes that `other` has, of which the first may differ from its own."""
+    listed, first = [candidate], len(candidate.labels)
+    for axis in axes:
+        listed = [more for one in listed for more in axis.choices(one) if more.labels[first:] == other.labels[first : len(more.labels)]]
+    return [one for one in listed if one.problem.recomputation == other.problem.recomputation]

@@ -16,11 +16,11 @@ from zerobubble.partition.speeds import Links, as_links, as_speeds, at_links
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.asked import AskedAxes
 from zerobubble.planning.attempt import Budget, ProgressCallback, as_budget
+from zerobubble.planning.axes.axis import ChoicesOfAxis
 from zerobubble.planning.axes.head import HeadParts, given_head
+from zerobubble.planning.axes.layers import LayersChoices, UncutLayers, limits_for_layers
 from zerobubble.planning.axes.slices import SlicesAsked
 from zerobubble.planning.competition import compete
-from zerobubble.planning.cut_plan import OtherAxes, plan_cuts
-from zerobubble.planning.layer_plan import LayerProblem, plan_layers, problems_of_layers
 from zerobubble.planning.placements import ANY, Placements, placements_to_try
 from zerobubble.planning.problem.from_work import MEMORY, Memory, placements_for, problems_of
 from zerobubble.planning.problem.head import Head
@@ -78,7 +78,7 @@ def plan(
     `work` is a `Workload`, planned on any placement; the `Costs` of stages, planned on the placement that they know or that is given; or
     `Layer`s, which are cut into stages along with the schedule. Among equally short plans the placement with fewer messages wins, then the
     one with fewer stages, then the smaller makespan. All
-    placements share the budget. Cuts of layers get the same amount in addition. Everything else is as in `solve`. `plan.savings` has the
+    placements and choices of axes share the budget. Everything else is as in `solve`. `plan.savings` has the
     savings of each axis. Raises `InputError` for an argument that cannot be used, and for all pairs of axes that cannot be planned
     together.
 
@@ -139,12 +139,8 @@ def plan(
     if isinstance(work, (Workload, Costs)):
         in_budget = partial(search, budget=budget, seed=seed)
         return _plan_stages(work, num_microbatches, memory, placements, aim, asked, in_budget)
-    uncut = _layer_problems(work, num_microbatches, memory, placements, aim, asked)
-    if asked.are_of_layers_alone:
-        return plan_layers(uncut, budget, seed, progress)
-    head_parts = None if head is None else HeadParts(head)
-    others = OtherAxes(asked.shares, sharded, asked.offered, head_parts, host is not None)
-    return plan_cuts(uncut, budget, seed, others=others, search=partial(search, head_parts), progress=progress)
+    layers = _layers_choices(work, num_microbatches, memory, placements, aim, asked)
+    return search(None if head is None else HeadParts(head), layers.problems, budget, seed, outermost=(layers,))
 
 
 def _search(
@@ -155,9 +151,10 @@ def _search(
     *,
     asked: AskedAxes,
     progress: ProgressCallback | None,
+    outermost: Sequence[ChoicesOfAxis] = (),
 ) -> Plan:
     """The plan over `problems` (by name of placement) with all axes asked for."""
-    axes = asked.choices(problems, head_parts)
+    axes = [*outermost, *asked.choices(problems, head_parts)]
     return compete(problems, budget, seed, axes=axes, baseline=asked.baseline, progress=progress)
 
 
@@ -191,20 +188,22 @@ def _plan_stages(
     return found
 
 
-def _layer_problems(
+def _layers_choices(
     work: Sequence[Layer],
     num_microbatches: int,
     memory: Memory | None,
     placements: Placements | None,
     aim: Objective,
     asked: AskedAxes,
-) -> dict[str, LayerProblem]:
-    """The layers to be cut on each placement."""
+) -> LayersChoices:
+    """The cuts of the layers on each placement."""
     places = _placements_of_layers(placements, memory, asked.speeds or asked.links)
     num_ranks = next(iter(places.values())).num_ranks
     speeds, links = as_speeds(asked.speeds, num_ranks), as_links(asked.links, num_ranks)
     _require_messages(links, [layer.output_comm for layer in work], "output_comm of the layers")
-    return problems_of_layers(work, places, num_microbatches, memory, aim, speeds, links)
+    limits = limits_for_layers(work, num_ranks, memory)
+    uncut = UncutLayers(tuple(work), num_microbatches, limits, aim, speeds, links, asked.shares, asked.sharded)
+    return LayersChoices.on(places, uncut, asked.head, asked.offered, has_host=asked.host is not None)
 
 
 def _over_links(work: Workload | Costs, links: Sequence[float], placement: Placement) -> Workload | Costs:

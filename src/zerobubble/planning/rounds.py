@@ -7,7 +7,7 @@ best so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from time import perf_counter
@@ -34,16 +34,26 @@ class CtrlC:
         return self.came
 
 
+Grow = Callable[[Sequence[Entry]], Iterable[Entry]]
+"""Further entries with choices near those of the best ones of all entries."""
+
+
 def successive_halving(
-    entries: Sequence[Entry], budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None, most: int | None = None
+    entries: Sequence[Entry],
+    budget: Budget,
+    seed: int = 0,
+    on_progress: ProgressCallback | None = None,
+    most: int | None = None,
+    grow: Grow | None = None,
 ) -> list[Entry]:
     """The entries after rounds of search, in each of which the better half of those that can still win continues, at first `most`.
 
-    An entry whose bound is not below the best bubble found is left as it is. Ctrl-C ends the rounds.
+    With `grow`, the best entries bring further ones to each round. An entry whose bound is not below the best bubble found is left
+    as it is. Ctrl-C ends the rounds.
     """
     known = dict(enumerate(entries))
     with CtrlC() as ctrl_c:
-        for place, entry in _search_rounds(known, budget, seed, on_progress, most):
+        for place, entry in _search_rounds(known, budget, seed, on_progress, most, grow):
             known[place] = entry
             if entry.attempt.interrupted:
                 break
@@ -53,7 +63,12 @@ def successive_halving(
 
 
 def _search_rounds(
-    known: Mapping[int, Entry], budget: Budget, seed: int, on_progress: ProgressCallback | None, most: int | None
+    known: Mapping[int, Entry],
+    budget: Budget,
+    seed: int,
+    on_progress: ProgressCallback | None,
+    most: int | None,
+    grow: Grow | None,
 ) -> Iterator[tuple[int, Entry]]:
     """Each entry after its search in a round, with its place; the caller updates `known` with it before the next one.
 
@@ -65,8 +80,13 @@ def _search_rounds(
         for place, entry in list(known.items()):
             yield place, entry.after(with_list_schedule(entry.attempt))
     keep = keep if most is None else min(keep, most)
-    rounds = _num_rounds(min(keep, len(open_entries(known))), budget if most is not None else None)
+    rounds, least = _num_rounds(min(keep, len(open_entries(known))), budget if most is not None else None), 1
+    if grow is not None:
+        rounds, least = max(rounds, _rounds_of(LEAST_ROUNDS, budget, LEAST_SEARCH_NEAR)), LEAST_KEPT
+    keep = max(keep, least)
     for turn in range(rounds):
+        for entry in () if grow is None else grow(list(known.values())):
+            yield len(known), entry
         left = [place for place in open_entries(known) if turn == 0 or not known[place].candidate.is_compared]
         left = (left if most is None else sorted(left, key=lambda place: known[place].promise))[:keep]
         for done, place in enumerate(left, turn * len(left)):
@@ -74,19 +94,25 @@ def _search_rounds(
                 return
             part = budget.share(rounds * len(left), done, perf_counter() - started)
             yield place, known[place].after(improve_in_steps(known[place].attempt, part, seed + turn, on_progress))
-        keep = ceil(len(left) / 2)
+        keep = max(ceil(len(left) / 2), least)
 
 
-LEAST_SEARCH = 250
-"""The fewest evaluations of a search that are worth another round."""
+LEAST_ROUNDS, LEAST_KEPT = 4, 2
+"""The fewest rounds, and entries in them, if entries bring further ones."""
+
+LEAST_SEARCH, LEAST_SEARCH_NEAR = 250, 50
+"""The fewest evaluations of a search that are worth another round, and another round after which entries bring further ones."""
 
 
 def _num_rounds(count: int, budget: Budget | None) -> int:
     """The rounds until one of `count` entries is left, or fewer if the evaluations of `budget` are few."""
     rounds = max(1, count).bit_length()
-    if budget is None or budget.evaluations is None:
-        return rounds
-    return max(1, min(rounds, budget.evaluations // (LEAST_SEARCH * max(1, count))))
+    return rounds if budget is None else _rounds_of(rounds, budget, LEAST_SEARCH * max(1, count))
+
+
+def _rounds_of(rounds: int, budget: Budget, least: int) -> int:
+    """This number of rounds, or fewer if the evaluations of `budget` do not last for `least` in each."""
+    return rounds if budget.evaluations is None else max(1, min(rounds, budget.evaluations // least))
 
 
 def open_entries(known: Mapping[int, Entry]) -> list[int]:

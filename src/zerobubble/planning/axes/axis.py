@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
@@ -18,15 +18,17 @@ from zerobubble.planning.problem.problem import Problem
 
 @dataclass(frozen=True)
 class Contest:
-    """The candidates of a search after it, for axes to finish: the `entries` that were opened, and the bound of each target.
+    """The candidates of a search after it, for axes to finish: the `entries` that were opened, and the `bound` of a target.
+
+    `candidates_with` has all candidates, or those with the choice of a plan of each axis whose bounds hold for one choice.
 
     `budget` is that of the whole search, which began at `started` of `perf_counter` without the seconds of compiling. Without `is_free`,
     axes leave the order of passes as it is.
     """
 
     entries: Sequence[Entry]
-    bounds: dict[Problem, Bound]
-    candidates: Sequence[Candidate]
+    bound: Callable[[Problem], Bound]
+    candidates_with: Callable[[Plan], Sequence[Candidate]]
     budget: Budget
     started: float
     seed: int
@@ -54,15 +56,17 @@ class Contest:
         alike = (entry for entry in self.entries if not entry.candidate.lifts and entry.candidate.problem.placement == plan.placement)
         return next((entry.attempt.seeds for entry in alike), ())
 
-    def least_bound(self, axis: str = "", label: str = "") -> Bound:
-        """The lower bound over all candidates that can win, or over those with this choice of an axis."""
-        able = [one for one in self.candidates if not one.is_compared and one.label(axis) == label]
-        return min((self.bounds[one.target.at_first_level] for one in able), key=lambda bound: bound.time)
+    def least_bound(self, plan: Plan, axis: str = "", label: str = "") -> Bound:
+        """The lower bound over all candidates that can win, or over those with this choice of an axis.
+
+        If bounds hold for one choice of an axis, such as a cut, those with the choice of `plan` count.
+        """
+        able = [one for one in self.candidates_with(plan) if not one.is_compared and one.label(axis) == label]
+        return min((self.bound(one.target) for one in able), key=lambda bound: bound.time)
 
     def bounded(self, plan: Plan) -> Plan:
         """The plan with the bound of its problem in place of its own."""
-        same = plan.problem.at_first_level
-        bound = self.bounds.get(same) or same.bound()
+        bound = self.bound(plan.problem)
         return replace(plan, bound=bound, status=Status.OPTIMAL if plan.time == bound.time else Status.FEASIBLE)
 
     @property
@@ -79,9 +83,23 @@ class ChoicesOfAxis:
     finish_share: ClassVar[float] = 0.0
     """Share of the seconds for `finish`."""
 
+    order_from: ClassVar[str] = ""
+    """Suffix to the name of a plan whose order was found for another choice of the axis."""
+
     def choices(self, candidate: Candidate) -> Iterable[Candidate]:
         """The candidate with each choice of the axis."""
         return (candidate,)
+
+    def near(self, name: str, plan: Plan, until: float) -> Iterable[Candidate]:
+        """The placement `name` with choices near that of `plan` on which its order is shorter, until the clock passes `until`."""
+        return ()
+
+    def on_choice_of(self, name: str, plan: Plan) -> Candidate | None:
+        """The placement `name` with the choice of `plan`, if bounds hold for one choice of the axis; None if they hold for all."""
+        return None
+
+    def show(self, plans: Sequence[Plan], progress: ProgressCallback | None) -> None:
+        """Reports the choices that were tried."""
 
     def finish(self, found: Plan, contest: Contest) -> Plan:
         """The best plan after the last decision of this axis, with what it saved."""

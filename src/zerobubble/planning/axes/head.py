@@ -196,14 +196,15 @@ class HeadChoices(ChoicesOfAxis):
         for algorithm in NAMES:
             plans = [plan for plan in contest.on_device if _algorithm(plan) == algorithm]
             if plans:
-                label = NAMES[0] if algorithm == 0 else DIVIDED
-                ways.append(HeadOption(algorithm, min(plans, key=_length), contest.least_bound(NAME, label)))
+                label, best = NAMES[0] if algorithm == 0 else DIVIDED, min(plans, key=_length)
+                ways.append(HeadOption(algorithm, best, contest.least_bound(best, NAME, label)))
         if not ways:
             reason = f"no schedule fits with the head whole or divided: {found.reason or 'raise the memory'}"
             return replace(found, reason=reason, choices=(Choice(NAMES[0], replace(found, reason=reason), reason),))
-        savings = HeadSavings(tuple(ways), contest.least_bound())
+        best = min(ways, key=_price).plan
+        savings = HeadSavings(tuple(ways), contest.least_bound(best))
         ranked = [Choice(NAMES[way.algorithm], way.plan, way.note, searched=contest.is_searched) for way in sorted(ways, key=_price)]
-        return replace(found.with_winner(savings.best.plan, savings, *found.savings), choices=tuple(ranked), simple=None)
+        return replace(found.with_winner(best, savings, *found.savings), choices=tuple(ranked), simple=None)
 
 
 def _algorithm(plan: Plan) -> int:

@@ -80,19 +80,20 @@ class HostChoices(ChoicesOfAxis):
             yield Plan.from_schedule(problem, UNBOUNDED, plan.schedule, plan.seconds, plan.how, offloads)
 
     def finish(self, found: Plan, contest: Contest) -> Plan:
-        bound = contest.least_bound()
         answers = [replace(plan, problem=replace(plan.problem, host=self.link)) for plan in contest.answers]
         if not answers:
             remedy = f"give more memory; without offload {found.reason}"
             raise InputError("no schedule fits, even if every waiting activation is offloaded", remedy=remedy)
         best = min(answers, key=_price)
-        if contest.is_searched and not contest.is_cut_short and best.time != bound.time:
+        if contest.is_searched and not contest.is_cut_short and best.time != contest.least_bound(best).time:
             with CtrlC():
                 for better in self._searched([plan for plan in answers if plan.offloads], best, contest):
                     best = min(best, better, key=_price)
         best = contest.bounded(best)
         without = min((plan.time or 0 for plan in answers if not plan.offloads), default=None)
-        return found.with_winner(replace(best, seconds=found.seconds), OffloadSavings(best, without, bound), *found.savings)
+        return found.with_winner(
+            replace(best, seconds=found.seconds), OffloadSavings(best, without, contest.least_bound(best)), *found.savings
+        )
 
     def _searched(self, answers: list[Plan], best: Plan, contest: Contest) -> Iterator[Plan]:
         """Plans after a search over their offloads: the quickest, and the quickest without limits, which minimal offloads often slow."""

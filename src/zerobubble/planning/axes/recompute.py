@@ -47,7 +47,7 @@ class RecomputeChoices(ChoicesOfAxis):
     def finish(self, found: Plan, contest: Contest) -> Plan:
         answers = contest.on_device
         without = min((plan for plan in answers if not _recompute_passes(plan)), key=rank_key, default=None)
-        without = without or _nothing_without(contest)
+        without = without or _nothing_without(found, contest)
         full = min((plan for plan in answers if _is_full(plan)), key=rank_key, default=None)
         chosen = replace(found, choices=(), savings=(), simple=None)
         return replace(found, savings=(RecomputeSavings(without, full, chosen), *found.savings))
@@ -56,18 +56,18 @@ class RecomputeChoices(ChoicesOfAxis):
 DOES_NOT_FIT = "no schedule without R was found that fits"
 
 
-def _nothing_without(contest: Contest) -> Plan:
+def _nothing_without(found: Plan, contest: Contest) -> Plan:
     """A plan without a schedule and without R, with the reason."""
     opened = [entry.best for entry in contest.entries if entry.candidate.label(NAME) == NONE.name]
-    plan = opened[0] if opened else _unopened_without(contest)
+    plan = opened[0] if opened else _unopened_without(found, contest)
     return replace(plan, order=None, time=None, makespan=None, reason=plan.reason or DOES_NOT_FIT)
 
 
-def _unopened_without(contest: Contest) -> Plan:
+def _unopened_without(found: Plan, contest: Contest) -> Plan:
     """The plan of a candidate without R. Where none fits, there may be too many candidates to list one."""
-    for candidate in contest.candidates:
+    for candidate in contest.candidates_with(found):
         if candidate.label(NAME) == NONE.name:
-            return unopened(candidate, contest.bounds[candidate.target.at_first_level]).best
+            return unopened(candidate, contest.bound(candidate.target)).best
     first = contest.entries[0]
     problem = first.candidate.problem.offering((NONE,), NONE)
     return replace(unopened(first.candidate, first.bound).best, problem=problem, reason=problem.shortage_reason)

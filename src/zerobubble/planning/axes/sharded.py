@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zerobubble.ir import Placement
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Attempt
 from zerobubble.planning.axes.axis import ChoicesOfAxis, Contest
@@ -16,12 +15,12 @@ from zerobubble.planning.shards.few_gathers import few_gathers
 
 @dataclass(frozen=True)
 class ShardedChoices(ChoicesOfAxis):
-    """Orders that are searched without gathers; `shards` are the weights on each placement.
+    """Orders that are searched without gathers of the weights `sharded`.
 
     The best order of each choice and the published schedules are simulated with gathers. Then passes move so that weights stay gathered.
     """
 
-    shards: tuple[tuple[Placement, Sharded], ...]
+    sharded: Sharded
     finish_share = 0.25
 
     def choices(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -42,4 +41,6 @@ class ShardedChoices(ChoicesOfAxis):
 
     def _sharded(self, plan: Plan) -> Plan:
         """The plan with sharded weights and the same figures, which ignore gathers."""
-        return replace(plan, problem=replace(plan.problem, sharded=dict(self.shards)[plan.placement]))
+        cut, sharded = plan.cut, self.sharded
+        sharded = sharded if cut is None else sharded.for_layers(cut.layers, cut.cuts, cut.placement)
+        return replace(plan, problem=replace(plan.problem, sharded=sharded))

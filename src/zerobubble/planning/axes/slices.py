@@ -73,16 +73,16 @@ class SlicesChoices(ChoicesOfAxis):
         return replace(problem, num_microbatches=problem.num_microbatches * count, costs=costs)
 
     def finish(self, found: Plan, contest: Contest) -> Plan:
-        tried = tuple(self._tried(count, contest) for count in self.asked.counts)
+        tried = tuple(self._tried(count, found, contest) for count in self.asked.counts)
         return replace(found, savings=(SliceSavings(tried, found.problem.slices), *found.savings))
 
     @staticmethod
-    def _tried(count: int, contest: Contest) -> TriedSlices:
+    def _tried(count: int, found: Plan, contest: Contest) -> TriedSlices:
         """The best plan with this number of slices on any placement, with the least bound of all placements."""
         entries = [entry for entry in contest.entries if entry.candidate.label(NAME) == str(count) and entry.plans]
         best = min(entries, key=lambda entry: rank_key(entry.best), default=None)
         name, plan = ("", None) if best is None else (best.candidate.name, best.best)
-        return TriedSlices(count, name, plan, contest.least_bound(NAME, str(count)))
+        return TriedSlices(count, name, plan, contest.least_bound(found, NAME, str(count)))
 
 
 class TriedSlices(NamedTuple):

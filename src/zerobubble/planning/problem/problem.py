@@ -165,9 +165,9 @@ class Problem(Displayed):
                 raise InputError(
                     "the costs have the parts of another head, {parts}", parts=parts._summary(), remedy="use Head.from_parts(costs)"
                 )
-        if self.workload is not None and self._with_head(self.workload.costs(self.placement)) != self._costs_alone:
+        if self.workload is not None and self.with_head(self.workload.costs(self.placement)) != self._costs_alone:
             raise InputError("the workload has other costs on this placement than the problem", remedy="leave the workload out")
-        if self.cut is not None and (other := self._with_head(self.cut.costs)) != self._costs_alone:
+        if self.cut is not None and (other := self.with_head(self.cut.costs)) != self._costs_alone:
             raise InputError(
                 "the layers have other costs of the stages than the problem{difference}",
                 difference=self._difference(other),
@@ -204,7 +204,7 @@ class Problem(Displayed):
                     return f" ({name} of stage {stage}{where} is {ours}, and {theirs} in the problem)"
         return ""
 
-    def _with_head(self, costs: Costs) -> Costs:
+    def with_head(self, costs: Costs) -> Costs:
         """These costs of the stages with the head, if there is one."""
         if self.head is None:
             return costs
