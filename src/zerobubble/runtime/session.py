@@ -62,6 +62,7 @@ from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import refuse_empty_levels
 from zerobubble.runtime.stage.loss_reads import refuse_model_in_loss
 from zerobubble.runtime.stage.rank_stages import Build, CutsForSchedules, Stages, modules_of
+from zerobubble.runtime.stage.replaced_parameters import ReplacedParameters
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.stage.uncut_model import RankStages, refuse_uncut_models
 from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
@@ -213,6 +214,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     if replicas is not None:
         _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
     setup.stages.refusals += [sums.refuse_other_parameters for sums in (shared, replicas) if sums is not None]
+    setup.stages.replaced = ReplacedParameters(setup.stages.modules.values(), shared.names, replicas=replicas is not None)
     copies = watched_copies(setup.stages.modules, shared, replicas)
     return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, copies, seed, options)
 

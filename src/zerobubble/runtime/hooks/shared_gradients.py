@@ -90,6 +90,8 @@ class SharedGradients(StepHook):
         self._earlier = EarlierGradients(lambda: self.completes_at_end, gradients)
         self._stages: set[int] = set()
         self.counted_elsewhere: set[nn.Parameter] = set()
+        self.names: set[str] = set()
+        """The names in their stages of all parameters that several stages or ranks hold, also of other ranks."""
 
     @property
     def is_needed(self) -> bool:
@@ -117,6 +119,8 @@ class SharedGradients(StepHook):
         infos = self._agree_on_parameters()
         groups = shared_groups(self._tied, infos, self._copied, self._peers.members)
         self._keep_own(groups, infos[self._peers.rank])
+        held = (names for group in groups for shared in group.parameters for names in shared.names.values())
+        self.names = {name.name for names in held for name in names}
         pairs = {pair for group in groups for pair in permutations(group.ranks, 2)}
         self._peers.open_channels({Channel(source, destination, ValueKind.WEIGHT_WORK) for source, destination in pairs})
         if are_equal:

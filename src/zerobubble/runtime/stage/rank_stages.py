@@ -22,6 +22,7 @@ from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.hook_reads import HookReads
 from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.parts import HasModelParts
+from zerobubble.runtime.stage.replaced_parameters import ReplacedParameters
 from zerobubble.runtime.stage.set_attributes import SetsElsewhere
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.buffers import in_mode
@@ -116,9 +117,12 @@ class Stages:
         self._num_checked = 0
         self.refusals: list[Callable[[], None]] = []
         """Functions that raise `InputError` if parameters were replaced which other stages or ranks hold, too."""
+        self.replaced: ReplacedParameters | None = None
 
     def follow_models(self) -> None:
         """Makes changes of models that `zb.split` has cut in their stages. Raises `InputError` for those that stages cannot follow."""
+        if self.replaced is not None:
+            self.replaced.refuse()
         self.num_changes += sum(module.follow_model() for module in self._of_models())
 
     def refuse_calls(self, inputs: Sequence[Tensors], named: Mapping[int, list[dict[str, Any]]]) -> None:
