@@ -27,6 +27,7 @@ from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.stage.buffer_order import BufferOrder
+from zerobubble.runtime.stage.carried_state import CarriedState
 from zerobubble.runtime.stage.chosen_calls import ChosenCalls, shadowing
 from zerobubble.runtime.stage.forward_state import FirstRun
 from zerobubble.runtime.stage.head_part import HeadPart
@@ -102,6 +103,7 @@ class Stage:
         self._first_runs: dict[int, FirstRun | ChosenCalls] = {}
         self._buffers: BufferOrder | None = None
         self._unsaved_reads = UnsavedReads(module, index)
+        self._carried_state = CarriedState(module, index)
         self._goes_back = True
         self.loss_fn: object = None
         self._python_states: dict[nn.Module, PythonState] = {}
@@ -116,6 +118,7 @@ class Stage:
             self.module, self.index, changing_parameters(list(self.module.modules())) if self.shards is None else ()
         )
         self._unsaved_reads.begin()
+        self._carried_state.begin()
         self._has_gathered = False
 
     def use_gathered(self) -> None:
@@ -176,7 +179,7 @@ class Stage:
         return outputs
 
     def _forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        with self._unsaved_reads.forward(self._nodes_in_flight):
+        with self._unsaved_reads.forward(self._nodes_in_flight), self._carried_state.forward(inputs):
             outputs = carry(partial(self._run, microbatch), inputs, finish, self.index, trains=True)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
@@ -200,7 +203,7 @@ class Stage:
         def run(arguments: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
             return self._outputs_of(self.splitter.forward(microbatch, arguments), arguments, finish)
 
-        with first.running(), self._unsaved_reads.forward(self._nodes_in_flight):
+        with first.running(), self._unsaved_reads.forward(self._nodes_in_flight), self._carried_state.forward(inputs):
             outputs = carry(run, inputs, finish, self.index, trains=True)
         if self._buffers is not None:
             self._buffers.forward_ended(microbatch)
