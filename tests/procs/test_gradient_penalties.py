@@ -90,3 +90,68 @@ def test_a_gradient_beyond_the_stage_is_refused(world: Ranks, in_loss: bool) -> 
     assert first == second
     assert ("loss_fn" if in_loss else "stage 1") in first
     assert "torch.autograd.grad" in first
+
+
+class TwoHeads(nn.Module):
+    """Two heads of one `shared` output, the second behind a layer of its own, whose inputs it returns, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.first, self.deep, self.second = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        around = self.shared(x).tanh()
+        first, deep = self.first(around), self.deep(around)
+        return first, self.second(deep), around, deep
+
+
+def balanced(of: int) -> Callable[[tuple[Tensor, ...], Tensor], Tensor]:
+    """A loss with the norms of the gradients of two losses with respect to output `of`, which both losses may depend on."""
+
+    def loss(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        both = torch.stack([(output - targets).square().mean() for output in outputs[:2]])
+        if not torch.is_grad_enabled():
+            return both.sum()
+        found = [torch.autograd.grad(each, outputs[of], create_graph=True, allow_unused=True)[0] for each in both]
+        return both.sum() + sum(gradient.norm() for gradient in found if gradient is not None)
+
+    return loss
+
+
+def train_two_heads(group: Any, of: int, first_of_last_stage: str, split: str) -> float | str:
+    """This rank's largest difference from one device, or the error."""
+    torch.manual_seed(2)
+    model, (x, t), loss_fn = TwoHeads(), (torch.randn(6, 8, dtype=torch.float64) for _ in "xt"), balanced(of)
+    one = TwoHeads()
+    one.load_state_dict(model.state_dict())
+    parts = zb.split(model, example=x[:2], cuts=[first_of_last_stage])
+    with zb.Pipeline(parts, "1f1b", 3, loss_fn, group=group, split=split) as pipe:
+        try:
+            loss = pipe.step(x, t)
+        except zb.PipelineError as error:
+            return str(error)
+        total = sum(loss_fn(one(inputs), targets) / 3 for inputs, targets in zip(x.chunk(3), t.chunk(3), strict=True))
+        total.backward()
+        gradients = {name: parameter.grad for name, parameter in one.named_parameters()}
+        differences = [
+            (p.grad - gradients[name]).abs().max() for name, p in pipe.modules[group.rank()].named_parameters() if p.grad is not None
+        ]
+        return float(max(abs(loss - total.detach()), *differences))
+
+
+@pytest.mark.parametrize(
+    ("of", "first_of_last_stage", "split", "fault"),
+    [
+        (2, "deep", "deferred", "part 'first'"),  # the first head is in an earlier stage, and the code around computes its argument again
+        (2, "first", "deferred", ""),
+        (3, "deep", "deferred", ""),  # the first head is in an earlier stage, and does not depend on this output
+        (2, "first", "graph", "traced"),
+    ],
+)
+def test_a_gradient_has_all_paths_or_is_refused(world: Ranks, of: int, first_of_last_stage: str, split: str, fault: str) -> None:
+    for found in world.run(train_two_heads, of, first_of_last_stage, split, ranks=2):
+        if fault:
+            assert fault in str(found)
+        else:
+            assert isinstance(found, float), found
+            assert found < 1e-12

@@ -115,6 +115,15 @@ def parts_of_the_output(flow: Dataflow) -> frozenset[str]:
     return frozenset(source.unit for source in flow.output if isinstance(source, UnitCall))
 
 
+def calls_before(flow: Dataflow) -> dict[UnitCall, set[UnitCall]]:
+    """Returns for each call the calls on whose outputs its arguments depend, directly or indirectly."""
+    found: dict[UnitCall, set[UnitCall]] = {}
+    for call, called in flow.calls.items():
+        direct = [source for source in called.sources if isinstance(source, UnitCall)]
+        found[call] = set(direct).union(*(found[source] for source in direct))
+    return found
+
+
 def _units_before(flow: Dataflow) -> dict[str, int]:
     """Returns for each unit, in the order of first calls, a bit mask of itself and its dependencies, by that order."""
     bits = {unit: 1 << place for place, unit in enumerate(flow.units)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from zerobubble.errors import InputError
-from zerobubble.models.cutting.cut import Crossings, ModelCut, crossings
+from zerobubble.models.cutting.cut import Crossings, ModelCut, calls_before, crossings
 from zerobubble.models.observation.all_parameters import show_all_parameters
 from zerobubble.models.observation.assembly import (
     ParameterMaker,
@@ -47,6 +48,7 @@ from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.models.stages.slice_cache import SliceArguments
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.buffers import making_tensors
+from zerobubble.runtime.values.far_gradients import Origin
 from zerobubble.runtime.values.random_state import drawn_seed
 from zerobubble.runtime.without_weights import refuse_copy
 
@@ -144,6 +146,10 @@ class StageForward:
         return call
 
 
+def _tensors_in(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
@@ -223,6 +229,18 @@ class _StageCode:
         """Returns what crosses the boundaries in a forward of the stage. Raises `InputError` if stages cannot run it."""
         original, *_ = self._arguments(model, args, kwargs)
         return self._crossings(model, *original)
+
+    def origins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Origin]:
+        """Returns the origin of each tensor that arrives with these arguments. All may derive from the model's arguments."""
+        if self._stage == 0:
+            return []
+        original, crossed, _ = self._arguments(model, args, kwargs)
+        crossing = self._crossings(model, *original)
+        given = _tensors_in(original)
+        arrived = {call: _tensors_in(leaves) for call, leaves in zip(crossing.arriving[self._stage], crossed, strict=True)}
+        before = calls_before(crossing.flow)
+        behind = {call: [*given, *chain.from_iterable(arrived.get(other, ()) for other in before[call])] for call in arrived}
+        return [Origin(call.unit, tensor, behind[call]) for call, tensors in arrived.items() for tensor in tensors]
 
     def _arguments(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -307,6 +325,10 @@ def stage_model(
         """Raises `InputError` if stages cannot run a forward with these arguments."""
         code.boundaries(self, args, kwargs)
 
+    def origins(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Origin]:
+        """Returns the origin of each tensor that arrives with these arguments."""
+        return code.origins(self, args, kwargs)
+
     def follow_model(self: nn.Module) -> bool:
         """Makes the changes of the model since the last call in this stage, and returns whether messages may change."""
         with making_tensors():
@@ -347,7 +369,7 @@ def stage_model(
         names = [name for name, home in cut.stage_of.items() if home == stage]
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
-    own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts}
+    own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts, "origins": origins}
     own |= {"follow_model": follow_model, "refuse_call": refuse_call, "has_state": has_state, "give_back": give_back}
     own |= {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
     elsewhere = SetElsewhere(model, observed, cut, stage, follower)

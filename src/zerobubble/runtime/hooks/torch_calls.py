@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler
 from zerobubble.errors import InputError
 from zerobubble.runtime.hooks.optimizer_watch import owners_of, watched_runners
 from zerobubble.runtime.step.runner import StepRunner
+from zerobubble.runtime.values.far_gradients import refuse_lost_paths
 
 CLIP = "_clip_grads_with_norm_"
 """The function that `torch.nn.utils.clip_grad_norm_` calls. With a norm from the caller, `clip_grads_with_norm_` is another name for it."""
@@ -28,6 +29,8 @@ NORM = "_get_total_norm"
 """The function that `clip_grad_norm_` calls first, and whose other name is `get_total_norm`: `func` inside of a wrapper."""
 GROUPING = "_group_tensors_by_device_and_dtype"
 """The function with which `clip_grad_value_` groups gradients. It refuses an empty list."""
+ENGINE = "_engine_run_backward"
+"""The function that `torch.autograd.grad` calls."""
 COMBINING: set[str] = set()
 """Modules that take norms of the gradients of each rank, and combine them over ranks. The integration with their framework adds them."""
 
@@ -36,7 +39,7 @@ COMBINING: set[str] = set()
 def refuse_calls_for_one_rank() -> None:
     """Makes torch refuse what `norm`, `clip` and `iterate` refuse below, while a pipeline of several ranks is open, and `backward`.
 
-    It is done once.
+    It also refuses wrong gradients within a forward. It is done once.
     """
     # Private functions, which a later torch may drop; then their use is not refused.
     wrapper = getattr(clip_grad, NORM, None)
@@ -47,6 +50,8 @@ def refuse_calls_for_one_rank() -> None:
         setattr(clip_grad, CLIP, _clip(getattr(clip_grad, CLIP)))
     if hasattr(clip_grad, GROUPING):
         setattr(clip_grad, GROUPING, _grouping(getattr(clip_grad, GROUPING)))
+    if hasattr(torch.autograd, ENGINE):
+        setattr(torch.autograd, ENGINE, refuse_lost_paths(getattr(torch.autograd, ENGINE)))
     torch.autograd.backward = _backward(torch.autograd.backward)
     DistributedSampler.__iter__ = _iterate(DistributedSampler.__iter__)  # type: ignore[method-assign]
 

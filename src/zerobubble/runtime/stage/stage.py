@@ -25,6 +25,7 @@ from zerobubble.runtime.measure.memory_meter import Meter, addresses_of, held_by
 from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocast
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
+from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.stage.buffer_order import BufferOrder
 from zerobubble.runtime.stage.carried_state import CarriedState
@@ -36,9 +37,9 @@ from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.stage.unsaved_reads import UnsavedReads
 from zerobubble.runtime.values.buffers import changing_parameters
-from zerobubble.runtime.values.far_gradients import refuse_far_gradient
+from zerobubble.runtime.values.far_gradients import KnowsOrigins, Origin, refuse_far_gradient
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
-from zerobubble.runtime.values.hold import carry
+from zerobubble.runtime.values.hold import carry, here
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree, is_plain_dataclass, structure_of
 from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.shapes import describe_tensors
@@ -261,6 +262,7 @@ class Stage:
             return self._outputs_of(call, inputs, finish)
 
     def _outputs_of(self, call: Callable[[], Any], inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        here.hold.origins, here.hold.is_traced = partial(self._origins, inputs), self.splitter.is_traced
         try:
             output = call()
         except (RuntimeError, TypeError, IndexError) as error:
@@ -268,6 +270,11 @@ class Stage:
             error.add_note(_describe_inputs(self.index, inputs, str(error)))
             raise
         return (finish(output),) if finish else as_tensors(output, self.index)
+
+    def _origins(self, inputs: Tensors) -> list[Origin]:
+        """Returns the origins of the tensors that arrived, as far as the module knows them."""
+        module = stage_alone(self.module)
+        return module.origins(*arguments_of(inputs)) if isinstance(module, KnowsOrigins) else []
 
     def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
         """B: returns the gradients of the inputs, from `gradients` of the outputs that require grad. Adds weight gradients that are not

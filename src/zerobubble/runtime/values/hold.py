@@ -6,7 +6,7 @@ Both travel from stage to stage, appended to the ordinary messages, and their gr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,10 +21,11 @@ class Hold:
     """The context of one forward of `stage`, None outside a pipeline; `trains` says whether a backward pass follows.
 
     `stashed` are tensors by name, and `popped` the names popped in this forward. `losses` are the sums of added losses by name; None if
-    nothing was added, and outside a pipeline, where nothing collects them.
+    nothing was added, and outside a pipeline, where nothing collects them. `origins` returns those of the tensors that arrived.
+    `is_traced` says whether a graph runs instead of the stage's code.
     """
 
-    __slots__ = ("losses", "popped", "stage", "stashed", "trains")
+    __slots__ = ("is_traced", "losses", "origins", "popped", "stage", "stashed", "trains")
 
     def __init__(self, stage: int | None, stashed: dict[str, Tensor], *, trains: bool) -> None:
         self.stage = stage
@@ -32,6 +33,8 @@ class Hold:
         self.trains = trains
         self.losses: dict[str, Tensor] | None = None
         self.popped: set[str] = set()
+        self.is_traced = False
+        self.origins: Callable[[], Sequence[Any]] | None = None
 
 
 class _Here(threading.local):
