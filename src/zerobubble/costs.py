@@ -53,24 +53,29 @@ TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: eac
 class Costs(Displayed):
     """Costs per stage: times of passes and messages in ns, and the bytes held from F until B and from B until W.
 
-    `forward`, `backward` and `weight` are the times of F, B and W. `comm[s]` is the time of a message between stages s and s+1 in either
-    direction; it counts only between different ranks. A BW takes `fused[s]` if the costs have that further column and it is less, else
-    backward + weight, and holds nothing afterwards. `hidden[s]` is the time that an overlapped step of F with B or BW, whose first pass is
-    of stage s, saves over running both in turn. `reduce[s]` is the time to sum the gradients of stage s over replicas, in parallel with
-    passes. `buckets[s]` is the number of buckets in which they leave during the final W passes of the stage; with 0 they leave after
-    these. Every tuple has one entry per stage, `comm` one less; an empty one stands for zeros.
+    Every tuple of times or bytes has one entry per stage, `comm` one less. An empty optional tuple stands for zeros. A BW takes the time of
+    the further column `fused` if there is one and it is less, else backward + weight, and holds nothing afterwards.
 
-    `placement` is the placement on which the stages were measured, and the costs then apply to schedules on it only; None applies to every
-    placement of as many stages. `further` are other columns by name: those of added kinds of passes, and `parameters_bytes`, the bytes that
-    a stage always keeps, which pages of timelines draw below the activations. See `with_columns`.
-
-    `shares` describe microbatches of unequal cost: a positive factor for each on the times and bytes of its passes, rounded to ns and
-    bytes. Messages and sums over replicas keep their times. Empty stands for equal microbatches.
-
-    `slices` are the slices of a sequence into which each microbatch is cut: see `sliced`. All columns are then costs of the whole
-    microbatch, and each slice has a share of them. A further column `held_keys` has the bytes of the keys and values of a microbatch: each
-    slice keeps its share from its F until the backward of the first slice. Without `slices`, a schedule over slices counts each slice as a
-    microbatch of these costs.
+    Attributes:
+        forward: Times of F in ns.
+        backward: Times of B in ns.
+        weight: Times of W in ns.
+        comm: Times of a message between stages s and s+1 in either direction, in ns; they count only between different ranks.
+        held_after_f: Bytes held for one microbatch from the end of F until the end of B or BW.
+        held_after_b: Bytes held for one microbatch from the end of B until the end of W.
+        hidden: Times in ns that an overlapped step of F with B or BW saves over running both in turn, by the stage of its first pass.
+        placement: The placement on which the stages were measured. The costs then apply to schedules on it only; None applies to every
+            placement of as many stages.
+        further: Other columns by name: columns of added kinds of passes, and `parameters_bytes`, the bytes that a stage always keeps,
+            which pages of timelines draw below the activations. See `with_columns`.
+        reduce: Times in ns to sum the gradients of a stage over replicas, in parallel with passes.
+        buckets: Numbers of buckets in which gradients leave during the final W passes of a stage; with 0 they leave after these.
+        shares: A positive factor for each microbatch on the times and bytes of its passes, rounded to ns and bytes; empty for equal
+            microbatches. Messages and sums over replicas keep their times.
+        slices: The slices of a sequence into which each microbatch is cut: see `sliced`. All columns are then costs of the whole
+            microbatch, and each slice has a share of them. A further column `held_keys` has the bytes of the keys and values of a
+            microbatch: each slice keeps its share from its F until the backward of the first slice. Without `slices`, a schedule over
+            slices counts each slice as a microbatch of these costs.
 
     >>> import zerobubble as zb
     >>> zb.Costs.uniform(4, times=(10, 10, 8), comm=0.5)
@@ -201,6 +206,7 @@ class Costs(Displayed):
 
     @property
     def num_stages(self) -> int:
+        """The number of stages."""
         return len(self.forward)
 
     @property

@@ -1,11 +1,15 @@
 """The exceptions of the package, and the one form of their messages.
 
-ZeroBubbleError
-├── InputError          a value from the user cannot be used; the message says which and the remedy
-│   └── ParseError      a text, JSON or CSV form is malformed; the message names the line
-├── ScheduleError       a schedule breaks the rules; carries every `Fault`
-├── ProgramError        a lowered program breaks the rules; carries every `Fault`
-└── PipelineError       a running pipeline stopped; the same message on every rank
+Each is a `ZeroBubbleError`:
+
+    ZeroBubbleError
+    ├── InputError          a value from the user cannot be used; the message says which and the remedy
+    │   └── ParseError      a text, JSON or CSV form is malformed; the message names the line
+    ├── ScheduleError       a schedule breaks the rules; carries every `Fault`
+    ├── ProgramError        a lowered program breaks the rules; carries every `Fault`
+    └── PipelineError       a running pipeline stopped; the same message on every rank
+
+The attributes of an error have the values that its message states.
 """
 
 from __future__ import annotations
@@ -39,10 +43,12 @@ _SENTENCES = _Sentences()
 class ZeroBubbleError(Exception):
     """Root of every exception this package raises on purpose.
 
-    `fields` are the values that the message states, by name: `argument`, `got`, `expected` and `remedy` of a wrong argument, and `rank`,
-    `stage`, `file`, `line` and others where they apply. It is empty if the message states no values. Programs and tests read the fields;
-    the wording may change. Fields are plain values: anything other than a number or text is stored as a description, so that an error keeps
-    no object alive.
+    Programs and tests read `fields`; the wording may change.
+
+    Attributes:
+        fields: The values that the message states, by name: `argument`, `got`, `expected` and `remedy` of a wrong argument, and `rank`,
+            `stage`, `file`, `line` and others where they apply. Empty if the message states no values. Anything other than a number, text
+            or a tuple of these is stored as a description, so that an error keeps no object alive.
 
     If there are fields, `message` is a template of them, in which `{got!v}` stands for `shown(got)`. A `remedy` follows the sentence after
     a colon, unless the template places it or it is empty.
@@ -58,9 +64,19 @@ class ZeroBubbleError(Exception):
 
 
 class InputError(ZeroBubbleError, ValueError):
-    """A value given by the user cannot be used.
+    """A value given by the user cannot be used. The message names the value and the remedy; nothing was changed.
 
     Long quotes in the message are shortened, such as a megabyte from a broken file.
+
+    Attributes:
+        fields: The values that the message states, by name, such as `argument`, `got`, `expected` and `remedy`.
+
+    >>> import zerobubble as zb
+    >>> try:
+    ...     zb.make("zb-h1", "4", 8)
+    ... except zb.InputError as error:
+    ...     print(error.fields["argument"], error.fields["remedy"], sep=": ")
+    num_ranks: write 4 without quotes
     """
 
     def __init__(self, message: str = "", /, **fields: Any) -> None:
@@ -226,8 +242,12 @@ def _numbers(word: str) -> list[str]:
 class Fault:
     """One reason why a schedule or program cannot run.
 
-    `code` is stable and short, `message` a sentence; `rank` and `position` (index in the rank's row) say where,
-    `op` is the pass or action in its text form. Each of the last three is None where it does not apply.
+    Attributes:
+        code: A short name of the rule, the same in all versions.
+        message: A sentence that says what is wrong.
+        rank: The rank of the pass; None if the fault concerns several.
+        position: The index of the pass in the row of its rank, from 0; None if the pass is missing.
+        op: The pass or action in its text form, such as "2BW5"; None if the fault concerns no single one.
     """
 
     code: str
@@ -254,13 +274,33 @@ class _FaultsError(ZeroBubbleError):
 
 
 class ScheduleError(_FaultsError):
-    """A schedule is not legal; `faults` holds every reason, root causes first."""
+    """A schedule is not legal.
+
+    Attributes:
+        faults: Every reason, as a `Fault`, root causes first.
+        name: The name of the schedule; empty if it has none.
+        noun: "schedule".
+
+    >>> import zerobubble as zb
+    >>> schedule = zb.make("1f1b", 2, 2)
+    >>> try:
+    ...     zb.simulate(zb.Schedule("cut", schedule.placement, 2, [schedule.rows[0], ()]), zb.Costs.uniform(2))
+    ... except zb.ScheduleError as error:
+    ...     print(len(error.faults), error.faults[0].code)
+    2 missing
+    """
 
     noun = "schedule"
 
 
 class ProgramError(_FaultsError):
-    """A program is not legal; `faults` holds every reason, root causes first."""
+    """A program is not legal.
+
+    Attributes:
+        faults: Every reason, as a `Fault`, root causes first.
+        name: The name of the program; empty if it has none.
+        noun: "program".
+    """
 
     noun = "program"
 
@@ -268,7 +308,11 @@ class ProgramError(_FaultsError):
 class PipelineError(ZeroBubbleError):
     """A pipeline stopped. Every surviving rank raises one, naming the rank, the pass and the cause where they are known.
 
-    `is_of_other_rank` is whether this rank stopped only because `rank` failed.
+    Attributes:
+        rank: The number of the rank that failed; None if it is not known.
+        op: The pass or call that failed, in its text form, such as "0F3"; None if it is not known.
+        is_of_other_rank: Whether this rank stopped only because `rank` failed.
+        fields: `rank` and `op` by name.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, op: str | None = None, is_of_other_rank: bool = False) -> None:

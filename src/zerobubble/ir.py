@@ -32,9 +32,14 @@ class _Pass(NamedTuple):
 
 
 class Op(_Pass):
-    """One pass: `kind` of `stage` for `microbatch` (both 0-based). Text form: `2BW5`.
+    """One pass: `kind` of `stage` for `microbatch`. Text form: `2BW5`.
 
-    Letters such as `"F"` stand for their kind. Raises `InputError` for letters of no kind, and for numbers that are not whole or below 0.
+    Attributes:
+        kind: The kind of pass, such as `zb.Kind.F`; letters such as "F" stand for their kind.
+        stage: The stage, from 0.
+        microbatch: The microbatch, from 0; the slice, in a schedule over slices.
+
+    Raises `InputError` for letters of no kind, and for numbers that are not whole or below 0.
 
     >>> import zerobubble as zb
     >>> zb.Op(zb.Kind.F, stage=2, microbatch=5)
@@ -88,9 +93,12 @@ def parse_step(text: str) -> Step:
 class Placement(Displayed):
     """Mapping of stages to ranks.
 
-    `routes[k][s]` is the rank that runs stage `s` for microbatches of route `k`. Most schedules have one route; bidirectional schedules
-    (Chimera, DualPipe) have two, each with a full copy of the model. `name` is `linear`, `looped`, `vee`, `wave`, `bidirectional` or
-    `custom`.
+    Most schedules have one route. Bidirectional schedules (Chimera, DualPipe) have two, each with a full copy of the model.
+
+    Attributes:
+        name: The family: "linear", "looped", "vee", "wave", "bidirectional" or "custom".
+        num_ranks: The number of ranks.
+        routes: For each route, the rank that runs each stage: `routes[k][s]` runs stage `s` for microbatches of route `k`.
 
     >>> import zerobubble as zb
     >>> zb.Placement.vee(3)
@@ -128,6 +136,7 @@ class Placement(Displayed):
 
     @property
     def num_stages(self) -> int:
+        """The number of stages."""
         return len(self.routes[0])
 
     def _summary(self) -> str:
@@ -349,12 +358,18 @@ class WithHeader(Displayed):
 class Schedule(WithHeader):
     """The order of passes on every rank: `rows[rank]` are the passes of that rank, first to last.
 
-    `microbatch_routes[j]` is the route of microbatch `j` through the placement; empty means route 0 for all. `overlaps` are pairs of
-    adjacent passes of a row that run as one step: both start when the inputs of both have arrived, and their results are sent when both
-    have ended. Legality is not checked here, so that a faulty schedule is a value that can be explained; see `verify.schedule_faults`.
+    Legality is not checked here, so that a faulty schedule is a value that can be explained; see `zb.schedule_faults`.
 
-    If each microbatch is cut into `slices` of its sequence, microbatch numbers count slices: number `j` is slice `j % slices` of microbatch
-    `j // slices`, and `num_microbatches` is the number of all slices. Slices of a stage run F in order, and B or BW in reverse order.
+    Attributes:
+        name: The name in files, tables and messages.
+        placement: Which rank holds which stage.
+        num_microbatches: The number of microbatches of a step; with `slices`, the number of all slices.
+        rows: The passes of each rank, first to last.
+        microbatch_routes: The route of each microbatch through the placement; empty for route 0 for all.
+        overlaps: Pairs of adjacent passes of a row that run as one step: both start when the inputs of both have arrived, and their results
+            are sent when both have ended.
+        slices: The number of slices of its sequence into which each microbatch is cut. Microbatch numbers then count slices: number `j` is
+            slice `j % slices` of microbatch `j // slices`. Slices of a stage run F in order, and B or BW in reverse order.
 
     >>> import zerobubble as zb
     >>> rows = [[zb.Op.parse(text) for text in row.split()] for row in ("0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")]

@@ -60,10 +60,20 @@ T = TypeVar("T")
 class Kind(str):
     """Kind of pass: F forward, B input gradient, W weight gradient, BW both, R recomputed forward, or an added kind.
 
-    S and T, or SL and TX, are the passes of a divided head.
-
     `Kind("F")` is `Kind.F`: each kind is a single object, so kinds can be compared with `is`. Raises `InputError` for letters that are
     not in the table.
+
+    Args:
+        letters: The letters of a kind in the table, in the text of passes such as "2BW5".
+
+    Attributes:
+        F: Forward.
+        B: Input gradient.
+        W: Weight gradient.
+        BW: Input and weight gradient.
+        R: Forward that runs again, to recompute activations.
+        S, T: The passes of a head that is divided over ranks.
+        SL, TX: The passes of a divided head by the other algorithm.
     """
 
     __slots__ = ()

@@ -23,7 +23,10 @@ def _for_each_rank(memory: object) -> str:
 @takes()
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Limits(Displayed):
-    """Limits on the activation memory of each rank: bytes, or amounts such as "40GB".
+    """Limits on the activation memory of each rank.
+
+    Attributes:
+        memory: The limit of each rank: bytes, or text such as "40GB", which becomes bytes.
 
     >>> import zerobubble as zb
     >>> zb.Limits(("40GB",) * 8)

@@ -119,17 +119,21 @@ class Deferral:
 
 @takes()
 def deferral(weight: Tensor) -> Deferral:
-    """Returns a `Deferral` for an autograd Function whose first tensor argument is `weight`. Call this in `forward` and the result in
-    `backward`.
+    """Returns a `Deferral` for an autograd Function whose first tensor argument is `weight`.
 
-        def forward(ctx, weight, x):
-            ctx.save_for_backward(weight, x)
-            ctx.deferral = zerobubble.nn.deferral(weight)
-            return x @ weight
+    Call this in `forward` and the result in `backward`:
 
-        def backward(ctx, dy):
-            weight, x = ctx.saved_tensors
-            return ctx.deferral(ctx, lambda x, dy: x.mT @ dy, x, dy), dy @ weight.mT
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, weight, x):
+                ctx.save_for_backward(weight, x)
+                ctx.deferral = zb.nn.deferral(weight)
+                return x @ weight
+
+            @staticmethod
+            def backward(ctx, dy):
+                weight, x = ctx.saved_tensors
+                return ctx.deferral(ctx, lambda x, dy: x.mT @ dy, x, dy), dy @ weight.mT
 
     The gradient is computed immediately outside of a step that splits, and if it is not simply added to `weight.grad`: for a computed or
     hooked weight, or a model that calls autograd in its own forward. The Function therefore works everywhere.

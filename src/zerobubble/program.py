@@ -92,6 +92,14 @@ def channel_of(rank: int, action: Send | Recv) -> Channel:
 class Program(WithHeader):
     """The actions of every rank: `rows[rank]` are those of one rank, first to last. Made by `lower`, checked by `program_faults`.
 
+    Attributes:
+        name: The name of the schedule.
+        placement: Which rank holds which stage.
+        num_microbatches: The number of microbatches of a step, or of all slices.
+        rows: The actions of each rank, first to last.
+        microbatch_routes: The route of each microbatch through the placement; empty for route 0 for all.
+        slices: The number of slices of its sequence into which each microbatch is cut.
+
     >>> import zerobubble as zb
     >>> print(zb.lower(zb.make("1f1b", 2, 1)))
     Program 1f1b: 2 stages on 2 ranks (linear), 1 microbatch, 10 actions

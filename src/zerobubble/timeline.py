@@ -142,13 +142,15 @@ _INSTEAD = {
 class Timeline(Displayed):
     """The spans of all ranks, in ns since the timeline's origin.
 
-    - `rows[rank]` are the spans of a rank in order of their starts. Only adjacent spans may overlap, if they are the passes of one step.
-    - `memory[rank]` are its activation bytes, as steps of (time, bytes from then on); empty if unknown.
-    - `marks[rank]` are its activities outside passes, in order of their ends; empty if they were not recorded.
-    - `source` is "simulated" or "measured".
-    - `reductions[rank]` are its sums of gradients over replicas, in order; empty if there are none.
-    - `copies[rank]` are its copies to host memory and back, in order; empty if there are none.
-    - `numbers` are the numbers of the ranks, row by row, if ranks were lost (`survive=True`); empty for 0, 1, ...
+    Attributes:
+        name: The name of the schedule.
+        rows: The spans of each rank in order of their starts. Only adjacent spans may overlap, if they are the passes of one step.
+        memory: The activation bytes of each rank, as steps of (time in ns, bytes from then on); empty if unknown.
+        source: "simulated" or "measured".
+        marks: The activities of each rank outside passes, in order of their ends; empty if they were not recorded.
+        reductions: The sums of gradients of each rank over replicas, in order; empty if there are none.
+        copies: The copies of each rank to host memory and back, in order; empty if there are none.
+        numbers: The numbers of the ranks, row by row, if ranks were lost (`survive=True`); empty for 0, 1, ...
 
     There are two metrics. The `makespan` is the time from the first start to the last end over all ranks. The `span` is the longest time of
     a single rank from its own first start to its own last end. A bubble rate (`bubble_makespan`, `bubble_span`) is the idle share of this
@@ -198,14 +200,17 @@ class Timeline(Displayed):
 
     @property
     def num_ranks(self) -> int:
+        """The number of rows."""
         return len(self.rows)
 
     @cached_property
     def start(self) -> int:
+        """The first start of all ranks, in ns."""
         return min((row[0].start for row in self.rows if row), default=0)
 
     @cached_property
     def end(self) -> int:
+        """The last end of all ranks, in ns."""
         return max((self._end_of_rank(rank) for rank, row in enumerate(self.rows) if row), default=0)
 
     def _end_of_rank(self, rank: int) -> int:
@@ -226,10 +231,12 @@ class Timeline(Displayed):
 
     @property
     def makespan(self) -> int:
+        """The time from the first start to the last end over all ranks, in ns."""
         return self.end - self.start
 
     @cached_property
     def ranks(self) -> tuple[RankFigures, ...]:
+        """The figures of each rank, in order of the rows."""
         return tuple(self._figures(rank) for rank in range(self.num_ranks))
 
     def _figures(self, rank: int) -> RankFigures:
@@ -243,10 +250,12 @@ class Timeline(Displayed):
 
     @property
     def span(self) -> int:
+        """The longest time of a single rank from its first start to its last end, in ns."""
         return max((figures.span for figures in self.ranks), default=0)
 
     @property
     def work(self) -> int:
+        """The time that all ranks run passes, in ns."""
         return sum(figures.work for figures in self.ranks)
 
     def bubble_at(self, time: int) -> float:
@@ -255,14 +264,17 @@ class Timeline(Displayed):
 
     @property
     def bubble_makespan(self) -> float:
+        """The idle share of the makespan over all ranks, 0 to 1."""
         return self.bubble_at(self.makespan)
 
     @property
     def bubble_span(self) -> float:
+        """The idle share of the span over all ranks, 0 to 1."""
         return self.bubble_at(self.span)
 
     @property
     def peak_bytes(self) -> int | None:
+        """The most activation bytes of a rank; None if memory is unknown."""
         return max((f.peak_bytes for f in self.ranks if f.peak_bytes is not None), default=None)
 
     def spans(self) -> Iterator[tuple[int, Span]]:

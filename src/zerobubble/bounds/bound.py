@@ -10,7 +10,12 @@ from zerobubble.units import show_ms
 
 
 class Bound(NamedTuple):
-    """A lower bound: no schedule takes less than `time` ns. `reason` explains it with figures."""
+    """A lower bound: no schedule takes less.
+
+    Attributes:
+        time: The bound in ns.
+        reason: A sentence that explains it with figures.
+    """
 
     time: int
     reason: str

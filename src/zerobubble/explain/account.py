@@ -36,13 +36,19 @@ PARTS = (
 
 
 class ExtraTime(NamedTuple):
-    """Time in ns that a rank spends more than planned: `busy` in its own passes, `idle` because others keep it waiting."""
+    """Time in ns that a rank spends more than planned.
+
+    Attributes:
+        busy: In its own passes.
+        idle: Because others keep it waiting.
+    """
 
     busy: int
     idle: int
 
     @property
     def total(self) -> int:
+        """The sum of both, in ns."""
         return self.busy + self.idle
 
 
@@ -50,10 +56,18 @@ class ExtraTime(NamedTuple):
 class Account(Displayed):
     """Where one rank's time went, in ns: `total`, the sum of all, is the makespan of the run.
 
-    `work` is the planned time of its passes, and `plan` the idle time of the plan by cause. The other fields are differences from the
-    plan, and may be negative: `passes`, how much longer passes take in the median; `noise`, deviations from that median; `comm`,
-    messages that arrive later; `host`, a rank that had all it needed and yet did not start; `copies`, waits for copies to the host and
-    back; `reduction`, sums over replicas that end later.
+    The fields after `plan` are differences from the plan, and may be negative.
+
+    Attributes:
+        rank: The rank.
+        work: The planned time of its passes.
+        plan: The idle time of the plan by cause.
+        passes: How much longer passes take in the median.
+        noise: Deviations from that median.
+        comm: Waits for messages that arrive later than planned.
+        host: Time in which the rank had all it needed and yet did not start.
+        copies: Waits for copies to the host and back.
+        reduction: How much later sums over replicas end.
     """
 
     rank: int
@@ -86,6 +100,7 @@ class Account(Displayed):
 
     @property
     def total(self) -> int:
+        """The sum of all, in ns: the makespan of the run."""
         return self.work + self.plan.total + self.extra
 
     def parts(self) -> tuple[int, ...]:
@@ -94,9 +109,15 @@ class Account(Displayed):
 
 
 class Drift(NamedTuple):
-    """The `passes` run `steps` times on `ranks`, and take `measured` ns in the median instead of `planned`.
+    """Passes of one kind and stage whose measured time differs from the plan.
 
-    With that time, and those of the drifts before this one, the plan's makespan is `makespan` ns longer than without this one.
+    Attributes:
+        passes: The kind and stage; `name` is their text, such as "B of stage 1".
+        ranks: The ranks that run them.
+        steps: How often they run.
+        planned: Their planned time in ns.
+        measured: Their measured time in ns, in the median.
+        makespan: How much longer the plan's makespan is with that time than without it in ns, after the drifts before this one.
     """
 
     passes: Passes
@@ -130,9 +151,13 @@ class Drift(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """The main cause of a difference: the `part` of the accounts, the ns that it adds to the makespan, the rank where it lies, and a text.
+    """The main cause of a difference.
 
-    Parts are "passes", "noise", "messages", "host", "copies" and "replicas".
+    Attributes:
+        part: The part of the accounts: "passes", "noise", "messages", "host", "copies" or "replicas".
+        time: What it adds to the makespan, in ns.
+        rank: The rank where it lies.
+        text: A sentence.
     """
 
     part: str
@@ -145,8 +170,15 @@ class Cause(NamedTuple):
 class Difference(Displayed):
     """A run of the schedule `name` against its plan: the makespans in ns, an account per rank, the drifts by stage, and the main cause.
 
-    The `makespan` of all drifts add up to `passes.total`, which is the same on every rank. `cause` is None if the run is as long as
-    planned. As text, it lists the ranks.
+    As text, it lists the ranks.
+
+    Attributes:
+        name: The name of the schedule.
+        planned: The planned makespan in ns.
+        measured: The measured makespan in ns.
+        accounts: Where the time of each rank went.
+        drifts: The differences of pass times by stage. Their `makespan` add up to `passes.total`, which is the same on every rank.
+        cause: The main cause; None if the run is as long as planned.
     """
 
     name: str

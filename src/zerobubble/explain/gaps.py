@@ -22,7 +22,14 @@ class WaitsFor(StrEnum):
 
 
 class Gap(NamedTuple):
-    """Idle time of a rank from `start` to `end`, in ns from the timeline's origin, for one reason, before it runs `op`."""
+    """Idle time of a rank for one reason.
+
+    Attributes:
+        start: The beginning in ns from the timeline's origin.
+        end: The end in ns from there.
+        waits_for: What the rank waits for.
+        op: The pass that it runs next.
+    """
 
     start: int
     end: int
@@ -34,7 +41,12 @@ class Gap(NamedTuple):
 def gaps(schedule: Schedule, costs: Costs, run: Timeline) -> tuple[tuple[Gap, ...], ...]:
     """Per rank, all idle time of `run` before its last pass, cut where the reason changes: the pass, then its message, then the host.
 
-    `run` is a measured timeline, or the simulated one. Delays of messages are those of `diff`, and so are the errors.
+    Args:
+        schedule: The schedule.
+        costs: The planned times.
+        run: A measured timeline of the schedule, or the simulated one.
+
+    Delays of messages and errors are as in `zb.diff`.
     """
     timed = measured(planned(schedule, costs), run)
     played = timed.play()

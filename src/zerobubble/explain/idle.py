@@ -25,7 +25,15 @@ Metric = Literal["makespan", "span"]
 
 
 class Causes(NamedTuple):
-    """Idle time in ns by its cause, as `attribute` defines them."""
+    """Idle time in ns by its cause; `attribute` defines them.
+
+    Attributes:
+        dependency: No forward was ready.
+        comm: Messages.
+        imbalance: Less work than the busiest rank.
+        memory: Forwards that wait so that fewer microbatches are held.
+        reduction: Sums over replicas that no pass hides.
+    """
 
     dependency: int
     comm: int
@@ -35,12 +43,18 @@ class Causes(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The sum of all causes, in ns."""
         return sum(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Idle(Displayed):
-    """The idle time of a schedule: `ranks[r].total` is `metric` minus the work of rank r."""
+    """The idle time of a schedule.
+
+    Attributes:
+        metric: The span or makespan in ns.
+        ranks: The idle time of each rank by cause: `ranks[r].total` is `metric` minus the work of rank r.
+    """
 
     metric: Metric
     ranks: tuple[Causes, ...]
@@ -63,6 +77,11 @@ class Idle(Displayed):
 @garbage_collection_paused()
 def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> Idle:
     """Splits the idle time of each rank of the simulated `schedule` by cause; the causes add up exactly.
+
+    Args:
+        schedule: The schedule.
+        costs: The times under which it is simulated.
+        metric: "makespan" or "span", the time of which idle time is a part.
 
     - reduction: disappears if sums over replicas take no time; it is the part of them that no pass hides.
     - comm: then disappears if messages take no time.
@@ -168,7 +187,7 @@ def _begin_without_gaps(row: Sequence[Reduction]) -> int:
 
 @takes(timeline=Timeline)
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
-    """Returns the spans that determine the end of a simulated timeline. Each starts when the one before it ends or its message arrives.
+    """Returns the spans that determine the end of a simulated `timeline`. Each starts when the one before ends or its message arrives.
 
     Where a sum over replicas ends last, it is the chain of the passes that this sum, and those before it on its rank, waited for.
     Empty for a timeline without spans; raises `InputError` for a measured one, which does not say what a span waited for.

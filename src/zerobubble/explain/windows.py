@@ -14,9 +14,13 @@ from zerobubble.simulation import memory_faults, peak_memory, simulate
 
 
 class Window(NamedTuple):
-    """Idle time of a rank before step number `step` of its row (from 0).
+    """Idle time of a rank before a step of its row.
 
-    `start` and `end` are in ns since the start of the first pass of all ranks; `free` is the unused memory of the rank in bytes.
+    Attributes:
+        step: The index of the step in the row, from 0.
+        start: The beginning in ns since the start of the first pass of all ranks.
+        end: The end in ns since then.
+        free: The unused memory of the rank in bytes.
     """
 
     step: int
@@ -26,6 +30,7 @@ class Window(NamedTuple):
 
     @property
     def duration(self) -> int:
+        """The length in ns."""
         return self.end - self.start
 
 
@@ -33,7 +38,12 @@ class Window(NamedTuple):
 def windows(schedule: Schedule, costs: Costs, limits: Limits | None = None) -> tuple[tuple[Window, ...], ...]:
     """Return the idle time before each step of every rank. With correct `costs`, work that ends within a window delays no pass.
 
-    Memory is free up to the rank's limit or, without `limits`, up to the rank's peak. Idle time after the last step of a row is left out:
+    Args:
+        schedule: The schedule.
+        costs: The times and bytes of its passes.
+        limits: The memory of each rank, up to which memory is free; without, up to the rank's peak.
+
+    Idle time after the last step of a row is left out:
     unless ranks wait for each other between training steps, it belongs to the idle time before the first pass of the next one. Raises
     `ScheduleError` and `InputError` as `simulate` does, and `InputError` for a schedule that exceeds `limits`.
 

@@ -507,17 +507,21 @@ def split(
 
     A model that calls `pipe_split()` of torch.distributed.pipelining is cut there.
 
-    `example` is a small batch, as for `step`, used to find the cut; models of Transformers have their own. Only its shapes are used, except
-    for the proof: the cut and the uncut model must agree in float64. The proof runs on the model itself if it has up to 10 million
-    parameters, else on a tiny one created from its Transformers configuration. `describe` reports what was proved.
+    The model is cut for the schedule: the slowest rank has the minimum number of FLOPs. The cut and the uncut model must agree in float64:
+    the proof runs on the model itself if it has up to 10 million parameters, else on a tiny one created from its Transformers
+    configuration. `describe` reports what was proved.
 
-    The model is cut for the schedule: the slowest rank has the minimum number of FLOPs. `memory` optionally limits each rank, in bytes or
-    as text such as "40GB": parameters, gradients, Adam moments, and activations. Activations are those of the `example`, which must then
-    have the size of a microbatch. Alternatively, `cuts` defines where stages begin: names of parts for every stage after the first
-    (`["model.layers.4"]`), the number of layers of each stage (`[4, 3]`), a Megatron layout (`"Ettt|ttttL"`), or a plan for layers
-    (`zb.io.load_plan("plan.json")`), which a `Pipeline` that plays the plan uses by default. With `inside_blocks`, it may also cut between
-    the parts of a block, such as attention and MLP; the block's own forward then runs on both stages. Names of parts inside blocks imply
-    this.
+    Args:
+        model: The model, or what stands for it.
+        example: A small batch, as for `step`, used to find the cut; models of Transformers have their own. Only its shapes are used, except
+            for the proof.
+        cuts: Where stages begin, instead of at equal FLOPs: names of parts for every stage after the first (`["model.layers.4"]`), the
+            number of layers of each stage (`[4, 3]`), a Megatron layout (`"Ettt|ttttL"`), or a plan for layers
+            (`zb.io.load_plan("plan.json")`), which a `Pipeline` that plays the plan uses by default.
+        memory: The most memory of each rank, in bytes or as text such as "40GB": parameters, gradients, Adam moments, and activations of
+            the `example`, which must then have the size of a microbatch. None for no limit.
+        inside_blocks: Whether to also cut between the parts of a block, such as attention and MLP; the block's own forward then runs on
+            both stages. Names of parts inside blocks imply this.
 
     Raises `InputError` for a model without an example, and for one that cannot be cut, naming the part and the remedy.
 

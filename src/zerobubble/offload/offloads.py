@@ -27,7 +27,12 @@ from zerobubble.units import NS_PER_S, counted, show_bytes
 @takes()
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """Speed of the link between a rank and its host: bytes per second each way, and the latency of each copy in ns.
+    """Speed of the link between a rank and its host.
+
+    Attributes:
+        to_host: Bytes per second to the host.
+        from_host: Bytes per second from the host.
+        latency: The latency of each copy in ns.
 
     If ranks share a link, give the rate of each while all of them copy. The copies of a rank run one after another, in either direction.
     Raises `InputError` for rates and latencies outside their range.
@@ -56,11 +61,15 @@ class HostLink:
 
 
 class Offload(NamedTuple):
-    """An offload of the values saved by the forward of `stage` and `microbatch`. Steps count from 0 in the rank's row.
+    """An offload of the values saved by a forward. Steps count from 0 in the rank's row.
 
-    The copy to the host may begin after step `made`, the forward. Step `freed` waits for its end, and from then on the device memory is
-    free. Before step `back` the device memory is allocated, and the copy from the host may begin. Step `needed`, the backward, waits for
-    its end.
+    Attributes:
+        stage: The stage of the forward.
+        microbatch: Its microbatch.
+        made: The step of the forward, after which the copy to the host may begin.
+        freed: The step that waits for the end of that copy; from then on, the device memory is free.
+        back: The step before which the device memory is allocated again, and the copy from the host may begin.
+        needed: The step of the backward, which waits for the end of that copy.
     """
 
     stage: int
@@ -76,10 +85,12 @@ class Offload(NamedTuple):
 class RankOffloads(Displayed):
     """The offloads of one rank, in the order of their forwards.
 
-    - `offloads`: each offload.
-    - `bytes`: bytes copied to the host in a training step; the same number is copied back.
-    - `bound`: lower bound of these bytes for this order of passes and the limit.
-    - `peak_bytes`: peak memory on the device; `host_bytes`: peak memory on the host.
+    Attributes:
+        offloads: Each offload.
+        bytes: The bytes copied to the host in a training step; the same number is copied back.
+        bound: A lower bound of these bytes for this order of passes and the limit.
+        peak_bytes: The peak memory on the device.
+        host_bytes: The peak memory on the host.
 
     Raises `InputError` for entries that are not of type `Offload`, and for values that are not whole numbers.
     """

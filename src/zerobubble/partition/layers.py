@@ -22,13 +22,20 @@ Cuts = tuple[int, ...]
 @takes()
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The costs of a layer: ns of F, B and W for a microbatch, bytes held from F until B and from B until W.
+    """The costs of a layer, for one microbatch.
 
-    `parameters_bytes` are always held: parameters, gradients, optimizer state. `output_comm` is the time in ns of the message with the
-    output, or the gradient back, if the next layer is on another rank. `name` is that of the module, as in `zb.split(cuts=...)`.
-    Consecutive layers with the same `block` are its parts, such as attention and MLP, with `name` relative to the block; `join_blocks`
-    joins them.
-    `fused` is the time in ns of BW if it takes less than B and W, as under tensor parallelism (see `Costs.fused`), else 0.
+    Attributes:
+        forward: Time of F in ns.
+        backward: Time of B in ns.
+        weight: Time of W in ns.
+        held_after_f: Bytes held from F until B.
+        held_after_b: Bytes held from B until W.
+        parameters_bytes: Bytes that are always held: parameters, gradients, optimizer state.
+        output_comm: Time in ns of the message with the output, or the gradient back, if the next layer is on another rank.
+        name: The name of the module, as in `zb.split(cuts=...)`.
+        block: The block of which the layer is a part, such as attention or MLP; empty for a whole layer. Consecutive layers with the same
+            `block` have names relative to it; `join_blocks` joins them.
+        fused: Time of BW in ns if it takes less than B and W, as under tensor parallelism (see `Costs.fused`), else 0.
     """
 
     forward: int

@@ -68,7 +68,11 @@ Kind = TypeVar("Kind", bound=Saving)
 class Choice(Displayed):
     """One choice of a plan, such as a placement: its best plan and a sentence that says why it won or lost.
 
-    `searched` is True if the plan was searched for; otherwise it is the best published schedule that fits.
+    Attributes:
+        name: The name of the choice, such as "vee".
+        plan: Its best plan.
+        note: The sentence.
+        searched: Whether the plan was searched for; otherwise it is the best published schedule that fits.
     """
 
     name: str
@@ -89,14 +93,26 @@ class Choice(Displayed):
 class Plan(Displayed, Planned):
     """The best schedule found for a problem, and its optimality gap.
 
-    `time` is the problem's objective in ns, `bound` a proven lower bound on it. Among equally short schedules, the one with the smaller
-    `makespan` (ns) wins. `offloads` are what each rank moves to the host. `how` names what found the schedule, in `seconds` without the
-    seconds of `compiling` the search. `reason` says why there is no schedule, and `interrupted` that Ctrl-C ended the search. If the budget
-    ended before anything was searched, `enough_seconds` is one that should suffice, otherwise 0.
+    `zb.plan` returns one, `zb.Pipeline` plays it, and `str` gives a table of its candidates with reasons.
 
-    `choices` are the candidates, such as placements, without gathers and offload. The best come first, and those on which nothing can run
-    last. `str` gives a table of them with reasons. `savings` say what each axis saved. `simple` is a published schedule that is nearly as
-    short, if there is one. A plan read from a file has no choices.
+    Attributes:
+        problem: The `Problem` that the plan solves.
+        status: Whether the schedule is optimal, feasible, or there is none.
+        bound: A proven lower bound on `time`, with its reason.
+        order: The schedule; None if nothing fits. `schedule` raises instead.
+        time: The problem's objective in ns; None without a schedule.
+        seconds: The time of the search in seconds, without `compiling`.
+        how: What found the schedule, such as the name of a published one.
+        reason: Why there is no schedule; empty if there is one.
+        makespan: The makespan of the schedule in ns. Among equally short schedules, the one with the smaller makespan wins.
+        offloads: What each rank moves to the host; empty without offload.
+        choices: The candidates, such as placements, without gathers and offload: the best first, those on which nothing can run last. A
+            plan read from a file has none.
+        savings: What each axis saved.
+        simple: A published schedule that is nearly as short; None if there is none.
+        compiling: The time to compile the search in seconds; 0 if it was compiled before.
+        interrupted: Whether Ctrl-C ended the search.
+        enough_seconds: If the budget ended before anything was searched, a budget in seconds that should suffice; else 0.
     """
 
     problem: Problem

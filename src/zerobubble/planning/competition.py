@@ -60,11 +60,19 @@ def solve(
     seeds: Sequence[Schedule] = (),
     progress: ProgressCallback | None = None,
 ) -> Plan:
-    """Finds the shortest schedule for `problem` in `seconds` (5), or with `evaluations` schedules played, which is deterministic.
+    """Finds the shortest schedule for a problem. Ctrl-C returns the best so far. The answer is verified and played in plain Python.
 
-    Seeds, search and the final check share the seconds. Compilation does not count. With a budget of 0 the answer is the best of
-    `seeds` and the published schedules. `baseline` names a planner of the papers to use instead. Ctrl-C returns the best so far. The answer
-    is verified and played in plain Python. Raises `InputError` for a negative budget, for both `seconds` and `evaluations`, and for a
+    Args:
+        problem: The problem.
+        seconds: The time for seeds, search and the final check together, by default 5. Compilation does not count. With 0, the answer is
+            the best of `seeds` and the published schedules.
+        seed: The seed of the search's random choices.
+        evaluations: How many schedules are played, instead of `seconds`, which is deterministic.
+        baseline: A planner of the papers to use instead, such as "zb-heuristic".
+        seeds: Schedules to begin with, besides published ones.
+        progress: Called with the progress of the search.
+
+    Raises `InputError` for a negative budget, for both `seconds` and `evaluations`, and for a
     divided head or a host, which `zb.plan` plans.
 
     >>> import zerobubble as zb

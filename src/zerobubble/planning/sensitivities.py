@@ -53,12 +53,17 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity(Displayed):
-    """How the objective of a plan, `time` ns, changes if measured times are wrong by up to `error` (0.1 is 10 %).
+    """How the objective of a plan changes if measured times are wrong.
 
-    `effects` are exact: every F, B, W and message at once, each rank's passes, then each single measured time. `worst` is the objective if
-    everything takes longer by `error`, the maximum over all errors of that size. `profile` is the spread if each measured time is off by
-    its own random amount up to `error`; `jitter` if passes vary independently, normally with a relative standard deviation of `error`.
-    `spare[r]` is the share by which the peak of rank r can grow before it exceeds the memory; None without limits.
+    Attributes:
+        objective: The period or the makespan.
+        time: The objective of the plan in ns.
+        error: The largest relative error of a measured time: 0.1 is 10 %.
+        effects: Exact effects of the error on every F, B, W and message at once, on each rank's passes, then on each single measured time.
+        worst: The objective in ns if everything takes longer by `error`, the maximum over all errors of that size.
+        profile: The spread if each measured time is off by its own random amount up to `error`.
+        jitter: The spread if passes vary independently, normally with a relative standard deviation of `error`.
+        spare: The share by which the peak of each rank can grow before it exceeds the memory; None without limits.
     """
 
     objective: Objective
@@ -122,9 +127,20 @@ def sensitivity(
     offloads: Sequence[RankOffloads] = (),
     host: HostLink | None = None,
 ) -> Sensitivity:
-    """Returns how the objective of `schedule` changes with errors in measured times, in `samples` drawn from `seed`.
+    """Returns how the objective of a schedule changes with errors in measured times.
 
-    With `offloads`, the times of copies over the link to the `host` have errors as well, all by the same factor. Raises `ScheduleError` if
+    Args:
+        schedule: The schedule.
+        costs: The measured times.
+        error: The largest relative error of a time: 0.1 is 10 %.
+        objective: The period or the makespan.
+        limits: The memory of each rank, for `Sensitivity.spare`.
+        samples: How many sets of random errors are drawn.
+        seed: The seed of these draws.
+        offloads: The offloads of each rank. The times of their copies have errors as well, all by the same factor.
+        host: The link that the copies take.
+
+    Raises `ScheduleError` if
     the schedule cannot run, `InputError` for an error outside 0 to 1, and for fewer than 1 sample.
     """
     check_error_share(error)

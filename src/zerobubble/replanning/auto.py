@@ -77,11 +77,14 @@ _MEMORY = Wanted(
 class Auto(Replanner):
     """What `Pipeline(schedule=zb.Auto(...))` plans for; the string "auto" stands for `zb.Auto()`.
 
-    `placement` says which rank holds which stage: a name that `zerobubble plan --placement` knows, such as "linear", "vee" or "looped-2",
-    or a `Placement` of one route. `memory` limits what a rank holds of activations and, in shared memory, for messages: bytes, or text such
-    as "40GB", for all ranks or for each; None is no limit. The first steps train with microbatches one by one and are measured; then the
-    shortest schedule within the limit is planned during training and adopted between two steps, and replanned when the times of passes
-    drift.
+    The first steps train with microbatches one by one and are measured. Then the shortest schedule within the limit is planned during
+    training and adopted between two steps, and replanned when the times of passes drift.
+
+    Attributes:
+        placement: Which rank holds which stage: a name that `zerobubble plan --placement` knows, such as "linear", "vee" or "looped-2", or
+            a `Placement` of one route.
+        memory: The most that a rank holds of activations and, in shared memory, for messages: bytes, or text such as "40GB", for all ranks
+            or for each; None is no limit.
     """
 
     placement: str | Placement = "linear"

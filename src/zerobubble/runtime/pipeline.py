@@ -65,12 +65,23 @@ class Pipeline(RefusesModuleCalls):
 
     Every rank creates one, after `torch.distributed.init_process_group`, with the same arguments except for its own modules:
 
-        pipe = zb.Pipeline(build, "zb-h1", num_microbatches=8, loss_fn=loss_fn)
-        optimizer = torch.optim.AdamW(pipe.parameters())
-        for inputs, targets in batches:
-            loss = pipe.step(inputs, targets)
-            optimizer.step()
-            optimizer.zero_grad()
+        # train.py: run it with `torchrun --nproc-per-node 2 train.py`
+        import torch
+        import zerobubble as zb
+        from torch import distributed as dist, nn
+
+        dist.init_process_group("gloo")  # "nccl" on GPUs, and device="cuda" for the pipeline
+        torch.manual_seed(0)  # the same weights on every rank
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        inputs, targets = torch.rand(8, 16), torch.rand(8, 16)
+        stages = zb.split(model, example=inputs[:2])
+        with zb.Pipeline(stages, "zb-h1", num_microbatches=4, loss_fn=nn.functional.mse_loss) as pipe:
+            optimizer = torch.optim.AdamW(pipe.parameters())
+            for _ in range(3):
+                loss = pipe.step(inputs, targets)
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.destroy_process_group()
 
     What to train:
         build_or_modules: A function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules in ascending order of stages.
@@ -175,10 +186,15 @@ class Pipeline(RefusesModuleCalls):
     ) -> None:
         options = PipelineOptions(**{name: value for name, value in locals().items() if name != "self"})
         session = connect(options)
-        self.rank, self._num_ranks = session.peers.rank, session.peers.size
+        self._num_ranks = session.peers.size
+        self.rank = session.peers.rank
+        """This rank's number in the pipeline, from 0."""
         self.modules = StageModules(session.setup.stages.modules)
+        """This rank's modules, a dict by stage."""
         self.device = session.setup.stages.device
+        """The device of this rank's stages, where batches and targets must be."""
         self.pace = Pace(pace) if pace is not None else None
+        """The times that passes are stretched to; None without `pace`."""
         self._options = options
         self._survival = Survival(session) if survive else None
         self._play(session)

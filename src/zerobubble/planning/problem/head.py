@@ -25,10 +25,15 @@ COLUMNS = ("head_forward", "head_backward", "head_weight", HEAD_BYTES, COLLECTIV
 @takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Head(Displayed):
-    """A head separate from the stages: `times` in ms per microbatch of its forward with the loss, and of its two gradients.
+    """A head separate from the stages. Divided by vocabulary, the part of each rank takes an even share of its times, times `slowdown`.
 
-    Divided by vocabulary, the part of each rank takes an even share of these times `slowdown`, and its results take `collective` ms to
-    reach the other ranks. The whole head keeps `held` bytes from its forward to its backward, a part an even share. Raises `InputError` for
+    Attributes:
+        times: Times of a microbatch in ms: of the forward with the loss, of the input gradient, and of the weight gradient.
+        held: Bytes that the whole head keeps from its forward to its backward; a part keeps an even share.
+        collective: Time in ms that the results of a part take to reach the other ranks.
+        slowdown: How much longer parts take than even shares of the whole: 1.2 is 20 %.
+
+    Raises `InputError` for
     values that are negative or not finite, and for a slowdown below 1.
 
     >>> import zerobubble as zb

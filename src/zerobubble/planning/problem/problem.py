@@ -78,15 +78,25 @@ class Objective(StrEnum):
 class Problem(Displayed):
     """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, with stages as in `costs`.
 
-    If the costs have slices of a sequence, `num_microbatches` counts slices, as in a `Schedule`.
+    Attributes:
+        placement: Which rank holds which stage, on one route.
+        num_microbatches: The number of microbatches; of slices, if the costs have slices of a sequence.
+        costs: The times and bytes of each stage.
+        limits: The activation memory of each rank in bytes.
+        objective: What is shortest: the period or the makespan.
+        workload: The work of each rank that the costs came from, shared equally by its stages; None if they did not.
+        layers_per_stage: The number of layers of each stage, from the cut or a file; empty if unknown.
+        layer_names: The names of all layers, from the cut or a file; empty if unknown.
+        sharded: The weights that FSDP2 shards: `zb.plan` then chooses among the shortest schedules by their gathers.
+        recomputation: The levels of recomputation: the costs have the columns of the levels of the stages, and bounds hold for all levels
+            that they may have.
+        head: The head, which the costs include, whole in the last stage or divided over the ranks.
+        host: The link to the host: ranks may offload waiting activations, and bounds hold for any memory.
+        cut: The layers of the stages that the costs came from; None if they did not.
+        trains: Whether there are backward passes even if none takes time, which otherwise means inference. Searches set it for problems
+            that stand for another.
 
-    If the costs came from something larger, a plan keeps it: `workload` is the work of each rank, shared equally by its stages, and `cut`
-    the layers of the stages. `layers_per_stage` and `layer_names` come from the cut, or from a file that has only these. None of
-    these changes the answer. With `sharded` weights, `zb.plan` chooses among the shortest by their gathers. With `recomputation`, the costs
-    have the columns of the levels that the stages have, and bounds hold for all levels that they may have. With a `head`, the costs include
-    it, whole in the last stage or divided over the ranks. With a link to the `host`, ranks may offload waiting activations, and bounds hold
-    for any memory. With `trains`, there are backward passes even if none takes time, which otherwise means inference: the searches set it
-    for problems that stand for another. Raises `InputError` for parts that do not match, and for a placement of several routes.
+    Raises `InputError` for parts that do not match, and for a placement of several routes.
 
     >>> import zerobubble as zb
     >>> zb.planning.Problem(zb.Placement.vee(4), 8, zb.Costs.uniform(8), zb.Limits((8_000_000,) * 4))

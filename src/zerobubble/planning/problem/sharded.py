@@ -19,11 +19,13 @@ from zerobubble.units import NS_PER_S, show_bytes
 @takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Sharded(Displayed):
-    """Weights that FSDP2 shards: `weights` are gathered bytes of a rank, shared equally by its stages, or of each stage.
+    """Weights that FSDP2 shards.
 
-    `memory` is a rank's memory for gathered weights, None if all its stages may stay; activations have their own memory. A rank gathers
-    `bytes_per_second`; None means that gathers take no time. Among the schedules that are longer than the quickest by at most the fraction
-    `within`, the one that gathers least is chosen.
+    Attributes:
+        weights: Gathered bytes of a rank, shared equally by its stages; or of each stage.
+        memory: A rank's memory for gathered weights in bytes; None if all its stages may stay. Activations have their own memory.
+        bytes_per_second: How much a rank gathers per second; None if gathers take no time.
+        within: The fraction by which a schedule may be longer than the quickest; among these, the one that gathers least is chosen.
 
     >>> import zerobubble as zb
     >>> zb.planning.Sharded(weights=12 * 10**9, memory=6 * 10**9, bytes_per_second=50e9)

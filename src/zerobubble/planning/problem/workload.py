@@ -27,10 +27,19 @@ MOST_MICROBATCHES = 1e6
 class Workload(Displayed):
     """The work of each rank on any placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
 
-    `comm[r]` is the time of a message between rank r and the next one, in the last entry between the last rank and the first. `reduce[r]`
-    is the time to sum the gradients of all its stages over replicas; empty means none. `buckets[r]` is the number of buckets in which these
-    are sent while the last W's of their stages run, shared by its stages, each at least one; empty means none. `fused[r]` is the time of
-    all its BW, if they take less than B and W; empty means that they do not.
+    Every tuple has one entry per rank. Times are sums over the stages of a rank, for one microbatch.
+
+    Attributes:
+        forward: Times of F in ns.
+        backward: Times of B in ns.
+        weight: Times of W in ns.
+        comm: Times of a message between rank r and the next one in ns; in the last entry, between the last rank and the first.
+        held_after_f: Bytes held from the end of F until the end of B or BW.
+        held_after_b: Bytes held from the end of B until the end of W.
+        reduce: Times in ns to sum the gradients of a rank over replicas; empty for none.
+        buckets: Numbers of buckets in which these are sent while the last W's of their stages run, shared by the stages of a rank, each at
+            least one; empty for none.
+        fused: Times of BW in ns, if they are less than those of B and W together; empty if they are not.
 
     >>> import zerobubble as zb
     >>> zb.Workload.uniform(8, times=(18.5, 18.1, 9.3), comm=0.6)
@@ -79,6 +88,7 @@ class Workload(Displayed):
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks."""
         return len(self.forward)
 
     @classmethod

@@ -38,8 +38,14 @@ MOST_EVALUATIONS = 2_000
 class FewGathers(Saving):
     """The choice: the `quickest` schedule with its gathers, and the `chosen` one, which gathers least among those nearly as quick.
 
-    `plain` is the shortest one if gathers are ignored. On the placement of the chosen one, `least_time` (ns) and `least_gathers` are
-    lower bounds for all schedules.
+    Attributes:
+        axis: "gathers".
+        sharded: The weights that are gathered.
+        plain: The shortest plan if gathers are ignored.
+        quickest: The quickest schedule with its gathers.
+        chosen: The schedule that gathers least among those nearly as quick.
+        least_time: A lower bound on the time of all schedules on the placement of the chosen one, in ns.
+        least_gathers: A lower bound on their number of gathers.
     """
 
     axis = "gathers"

@@ -17,8 +17,13 @@ from zerobubble.units import show_bytes
 
 @dataclass(frozen=True, repr=False)
 class PlanWithGathers(Displayed):
-    """A schedule with its gathers. `time` (ns) is the objective including them; `gathered_bytes` are those of
-    a step, on all ranks.
+    """A schedule with its gathers.
+
+    Attributes:
+        plan: The plan of the schedule without gathers.
+        gathers: The gathers of each rank.
+        time: The objective including gathers, in ns.
+        gathered_bytes: The bytes gathered in a step on all ranks.
     """
 
     plan: Plan

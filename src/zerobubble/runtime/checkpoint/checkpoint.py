@@ -75,9 +75,15 @@ def load(
 
         first = zb.load("checkpoint", pipe, optimizer)["next"]
 
-    The pipeline may have another number of ranks or replicas, and another schedule. Without a pipeline, `pipe` is the unsplit model on one
-    device. With the same ranks and stages as before, the states of random numbers and hooks are restored, too, and training continues
-    bitwise. With `model_only`, only parameters and buffers are loaded, such as for fine-tuning with another optimizer.
+    The pipeline may have another number of ranks or replicas, and another schedule. With the same ranks and stages as before, the states of
+    random numbers and hooks are restored, too, and training continues bitwise.
+
+    Args:
+        path: The folder of the checkpoint.
+        pipe: The pipeline, or the unsplit model on one device.
+        optimizer: The optimizer or optimizers of this rank.
+        scaler: The gradient scaler.
+        model_only: True to load parameters and buffers alone, such as for fine-tuning with another optimizer.
 
     Tensors are first read into host memory, which takes as much of it as this rank reads. If it raises `InputError`, it does so on every
     rank and leaves everything as before: for a damaged checkpoint; for another model or optimizer; for another number of stages whose

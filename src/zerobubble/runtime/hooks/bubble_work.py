@@ -23,7 +23,11 @@ _SECONDS = number("a number of seconds, 0 or more", lambda given: isinstance(giv
 class Bubble(NamedTuple):
     """Idle time of this rank that begins now: work of `seconds` that needs at most `free` bytes delays no pass.
 
-    `step` is the index of the next step in the rank's row, from 0. `ends` is its end, by `time.perf_counter`.
+    Attributes:
+        seconds: The length in seconds.
+        free: The unused memory of the rank in bytes.
+        step: The index of the next step in the rank's row, from 0.
+        ends: The end, by `time.perf_counter`.
     """
 
     seconds: float

@@ -57,11 +57,18 @@ class PostValidation(StepHook):
 
     Every rank of `pipe` makes one with the same arguments, and then trains as usual: `pipe.step`, `step`, `zero_grad`. If the norm is
     finite, the result equals that of `pipe.clip_grad_norm_(max_norm)` and `optimizer.step()`, to the bit with `undo="copy"`. All ranks skip
-    a step whose gradients are not finite. Without `max_norm` nothing is clipped. `scaler` first unscales the gradients and is updated in
-    the same way on every rank; pass it to `pipe.step` as well.
+    a step whose gradients are not finite.
 
-    `undo` selects how a step is undone. "copy" keeps a copy of parameters and state. "arithmetic" inverts the formulas of SGD, Adam or
-    AdamW up to rounding. None uses the copy if it fits in half of the memory that is free now, else arithmetic.
+        optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters()), pipe, max_norm=1.0)
+
+    Args:
+        optimizer: The optimizer of this rank, or a list of several.
+        pipe: The pipeline whose parameters it steps.
+        max_norm: The norm to which gradients of the whole model are clipped; None clips nothing.
+        scaler: A `torch.amp.GradScaler` that first unscales the gradients and is updated in the same way on every rank; pass it to
+            `pipe.step` as well.
+        undo: How a step is undone. "copy" keeps a copy of parameters and state. "arithmetic" inverts the formulas of SGD, Adam or AdamW up
+            to rounding. None uses the copy if it fits in half of the memory that is free now, else arithmetic.
 
     Between `step` and the next `pipe.step`, weights may belong to a step that is undone later: call `settle` before you read them.
 

@@ -29,11 +29,15 @@ class InB(NamedTuple):
 class SplitReport:
     """How a stage splits its backward pass.
 
-    `way` is "deferred" (layers defer their weight gradients to W), "graph" or "compiled" (the stage's traced graph is cut), or "whole" (B
-    computes everything). `share` is the fraction of the FLOPs of weight gradients that W computes. It is None if they cannot be counted:
-    for a stage with compiled parts, and for one that trains nothing. `in_b` has each `parameter` whose gradient was computed in B, with the
-    `reason`. `passes` are those with work to do: "F" if nothing trains here and no input requires grad, "FB" if nothing trains
-    here, else "FBW". `notes` has a line for each limitation of the chosen way on this stage.
+    Attributes:
+        stage: The stage.
+        way: "deferred" (layers defer their weight gradients to W), "graph" or "compiled" (the stage's traced graph is cut), or "whole" (B
+            computes everything).
+        share: The fraction of the FLOPs of weight gradients that W computes. None if they cannot be counted: for a stage with compiled
+            parts, and for one that trains nothing.
+        in_b: Each `parameter` whose gradient was computed in B, with the `reason`.
+        passes: The passes with work to do: "F" if nothing trains here and no input requires grad, "FB" if nothing trains here, else "FBW".
+        notes: A line for each limitation of the chosen way on this stage.
     """
 
     stage: int
