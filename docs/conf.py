@@ -20,7 +20,7 @@ copybutton_prompt_text = "$ "
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "namespaces", "docstrings"]
 root_doc = "index"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "api"]  # the reference has these names, with types
 myst_heading_anchors = 3
 default_role = "code"
 autodoc_member_order = "bysource"

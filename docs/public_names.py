@@ -1,10 +1,10 @@
-"""The public names by namespace, for `docs/api.md` and the pages of the reference."""
+"""The public names by namespace, for `docs/api.md`, `docs/api` and the pages of the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zerobubble as zb
 
@@ -26,3 +26,8 @@ def namespaces() -> Iterator[Namespace]:
         if isinstance(module, ModuleType):
             own = [each for each in module.__all__ if each not in zb.__all__]
             yield Namespace(f"zb.{name}", module, own, [each for each in module.__all__ if each not in own])
+
+
+def is_refusal(member: Any) -> bool:
+    """Whether a method only raises the error of a call that objects of other libraries have."""
+    return getattr(member, "__annotations__", {}).get("return") == "NoReturn"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from docs.public_names import is_refusal
+
 PAGE = re.compile(r"\bdocs/([\w-]+)\.md")
 NAME = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")
 
@@ -16,6 +18,7 @@ NAME = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")
 def setup(app: Any) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("autodoc-process-docstring", lambda app, what, name, value, options, lines: rewrite(lines))
+    app.connect("autodoc-skip-member", lambda app, what, name, value, skip, options: skip or is_refusal(value))
     return {"parallel_read_safe": True}
 
 

@@ -10,7 +10,7 @@ from docs.api import with_links
 from docs.public_names import namespaces
 
 PAGE = """# {title}
-
+{also}
 ```{{eval-rst}}
 .. automodule:: {module}
    :members: {members}
@@ -35,7 +35,9 @@ def write(folder: Path) -> None:
     """Write the pages into `folder`."""
     folder.mkdir(exist_ok=True)
     for space in namespaces():
-        page = PAGE.format(title=f"`{space.title}`", module=space.module.__name__, members=", ".join(space.names))
+        top = ", ".join(f"{{py:obj}}`{name} <zerobubble.{name}>`" for name in space.top)
+        also = f"\nOn the page of [`zb`](zb.md): {top}.\n" if top else ""
+        page = PAGE.format(title=f"`{space.title}`", also=also, module=space.module.__name__, members=", ".join(space.names))
         file = folder / f"{space.title}.md"
         if not file.exists() or file.read_text(encoding="utf-8") != page:
             file.write_text(page, encoding="utf-8")

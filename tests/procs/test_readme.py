@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import zerobubble as zb
+from docs.api import parsed
 from tests.procs.programs import ROOT, programs_of, run_forked
 from tests.procs.versions import needs_torchs_runtime
 from zerobubble.cli import main
@@ -25,6 +28,11 @@ def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
     shown, of_a_constant = map(float, re.findall(r"The loss falls to about ([\d.]+); a constant prediction has ([\d.]+)\.", README)[0])
     assert losses[-1] == pytest.approx(shown, rel=0.1)
     assert torch.sin(torch.randn(10**6)).var() == pytest.approx(of_a_constant, rel=0.01)
+
+
+def test_the_program_of_a_pipelines_docstring_trains(tmp_path: Path) -> None:
+    program = "\n".join(parsed(inspect.getdoc(zb.Pipeline) or "").example)
+    assert len(run_forked(f"{program}\nassert loss.item() < 1\nprint('trained')", tmp_path, 2).split("trained")) == 3
 
 
 @pytest.mark.long
