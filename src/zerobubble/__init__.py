@@ -183,6 +183,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"zerobubble.{name} needs PyTorch: pip install 'zerobubble[torch]'") from error
+        install = import_module("zerobubble.installing").install
+        raise ImportError(f"zerobubble.{name} needs PyTorch: {install('torch')}") from error
     globals()[name] = value
     return value

@@ -22,6 +22,7 @@ from zerobubble.export import (
     to_torch_csv,
     torchtitan_settings,
 )
+from zerobubble.installing import install
 from zerobubble.planning.plan_file import load_plan, save_plan
 from zerobubble.traces import ClockShift, TracedRun, read_trace
 from zerobubble.view import MemoryRow, Report, ThroughputRow, report_html
@@ -103,5 +104,5 @@ def name_passes(stage: Any) -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise InputError("name_passes needs torch", remedy="pip install 'zerobubble[torch]'") from error
+        raise InputError("name_passes needs torch", remedy=install("torch")) from error
     name_stage(stage)

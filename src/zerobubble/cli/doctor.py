@@ -23,6 +23,7 @@ import click
 from zerobubble.cli.inputs.options import NumberRange, json_option
 from zerobubble.cost_model.gpus import ATTENTION_OVERHEAD, ATTENTION_TOKENS, GPU
 from zerobubble.errors import InputError
+from zerobubble.installing import install
 from zerobubble.units import counted, show_bytes
 from zerobubble.version import __version__
 from zerobubble.whole_files import require_writable, write_text
@@ -140,7 +141,7 @@ def examine(timeout: float, *, asks_gpu: bool = False, speeds: list[Mapping[str,
         yield from check()
     yield from extras()
     if trial is None:
-        yield Finding("two ranks", FAULT, "torch is not installed", "pip install 'zerobubble[torch]'")
+        yield Finding("two ranks", FAULT, "torch is not installed", install("torch"))
     else:
         yield from trial.findings(timeout)
         if speeds is not None:
@@ -303,7 +304,7 @@ def extras() -> Iterator[Finding]:
             continue
         lacking = [fault for need in wanted if (fault := need.lacking())]
         if lacking:
-            yield Finding(extra, NOTE, f"{', '.join(lacking)}, for {ENABLES[extra]}", f"pip install 'zerobubble[{extra}]'")
+            yield Finding(extra, NOTE, f"{', '.join(lacking)}, for {ENABLES[extra]}", install(extra))
         else:
             yield Finding(extra, OK, ", ".join(f"{need.package} {version(need.package)}" for need in wanted))
     if absent:

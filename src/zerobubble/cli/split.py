@@ -26,6 +26,7 @@ from zerobubble.cli.inputs.schedule_and_costs import INPUT_HELP, find_schedule
 from zerobubble.cli.outputs.terminal import progress
 from zerobubble.cost_model.machine import MACHINE
 from zerobubble.errors import InputError
+from zerobubble.installing import install
 from zerobubble.partition import LayerCut, layers_to_dict, parameter_bytes
 from zerobubble.units import ms
 from zerobubble.whole_files import write_text
@@ -134,7 +135,7 @@ def _split(config: str, options: ModelOptions, show: Callable[[str], None]) -> M
         return split_config(config, _cuts(options.cuts), options.memory_bytes, options.batch, options.sequence, options.inside_blocks)
     except ModuleNotFoundError as error:
         is_of_extra = str(error.name).partition(".")[0] in _OF_EXTRA
-        remedy = "pip install 'zerobubble[transformers]'" if is_of_extra else f"install the package that has the module {error.name}"
+        remedy = install("transformers") if is_of_extra else f"install the package that has the module {error.name}"
         raise InputError("zerobubble split needs {name}, which is not installed", name=error.name, remedy=remedy) from error
 
 

@@ -11,6 +11,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from zerobubble.errors import InputError
+from zerobubble.installing import install
 
 if TYPE_CHECKING:
     import uvicorn
@@ -57,7 +58,7 @@ def make_server(make_app: MakeApp, host: str) -> uvicorn.Server:
 def require_libraries(command: str) -> None:
     """Raise `InputError` without the libraries of the server, which applications import."""
     if not (find_spec("starlette") and find_spec("uvicorn")):
-        raise InputError(f"zerobubble {command} needs starlette and uvicorn", remedy="pip install 'zerobubble[explore]'")
+        raise InputError(f"zerobubble {command} needs starlette and uvicorn", remedy=install("explore"))
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from zerobubble.errors import InputError
+from zerobubble.installing import install
 from zerobubble.whole_files import write_bytes, write_text
 
 PIXELS = 2
@@ -34,7 +35,7 @@ def _rendered(svg: str) -> bytes:
     try:
         import resvg_py
     except ImportError:
-        raise InputError("PNG pictures need a renderer", remedy="pip install 'zerobubble[png]', or name the file .svg") from None
+        raise InputError("PNG pictures need a renderer", remedy=f"{install('png')}, or name the file .svg") from None
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, background="#fff", zoom=PIXELS))
 
 

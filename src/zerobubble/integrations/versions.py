@@ -7,6 +7,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from zerobubble.errors import InputError
+from zerobubble.installing import install
 
 
 def refuse_wrong_versions(extra: str) -> None:
@@ -23,6 +24,4 @@ def refuse_wrong_versions(extra: str) -> None:
         if not wanted.specifier.contains(version, prereleases=True):
             wrong.append(f"{wanted.name}{wanted.specifier} (installed: {version})")
     if wrong:
-        raise InputError(
-            "zerobubble[{extra}] needs {expected}", extra=extra, expected=", ".join(wrong), remedy=f"pip install 'zerobubble[{extra}]'"
-        )
+        raise InputError("zerobubble[{extra}] needs {expected}", extra=extra, expected=", ".join(wrong), remedy=install(extra))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.installing import install
 from zerobubble.models.cutting.by_hand import ByHand, spelled_out
 from zerobubble.models.making.configuration import check_torchvision, maker_of
 from zerobubble.models.making.factory import ModelFactory
@@ -69,7 +70,7 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise InputError("a model from its configuration needs Transformers", remedy="pip install 'zerobubble[transformers]'") from error
+        raise InputError("a model from its configuration needs Transformers", remedy=install("transformers")) from error
 
 
 def _own_code(transformers: Any, path: str) -> str:

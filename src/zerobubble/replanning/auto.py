@@ -30,6 +30,7 @@ from zerobubble.arguments import BYTES, Wanted, each, either, instance, optional
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.fit import fit_costs, late_messages
+from zerobubble.installing import install
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Objective, Plan, Problem, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
@@ -108,9 +109,7 @@ class AutoPlanner(ReplanningHook):
 
     def __init__(self, options: Auto, num_ranks: int, num_microbatches: int) -> None:
         if find_spec("llvmlite") is None:
-            raise InputError(
-                "schedule='auto' searches for plans with llvmlite", remedy="pip install 'zerobubble[plan]', or name a schedule"
-            )
+            raise InputError("schedule='auto' searches for plans with llvmlite", remedy=f"{install('plan')}, or name a schedule")
         placement = _placement_for(options.placement, num_ranks)
         self.schedule = replace(one_by_one(seeds.serial_schedule(placement, num_microbatches)), name="one by one")
         self.plan: Plan | None = None

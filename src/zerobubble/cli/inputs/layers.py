@@ -12,6 +12,7 @@ from zerobubble.cli.inputs.problem import WorkOptions
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.machine import MACHINE, Machine, timed_on
 from zerobubble.errors import InputError, ParseError
+from zerobubble.installing import install
 from zerobubble.partition import Layer
 from zerobubble.partition.layers import LINE, NUMBERS, WORDS
 from zerobubble.planning.problem.workload import RANK_BYTES
@@ -142,9 +143,10 @@ def read_source(source: str, gpu: str | None, ranks: int | None, microbatches: i
         run = import_module(SOURCES[framework].module).read_run(config, ranks, microbatches)
     except ModuleNotFoundError as error:
         raise InputError(
-            "--from {got}: needs {expected}, and {missing} is missing: pip install 'zerobubble[{expected}]'",
+            "--from {got}: needs {expected}, and {missing} is missing",
             got=framework,
             expected=SOURCES[framework].package,
             missing=str(error.name),
+            remedy=install(SOURCES[framework].package),
         ) from error
     return GivenLayers(run.layers(gpu), run.pp, run.num_microbatches, known_gpu(gpu))

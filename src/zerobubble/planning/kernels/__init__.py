@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from zerobubble.errors import InputError
+from zerobubble.installing import install
 
 
 def load_kernels() -> ModuleType:
@@ -14,5 +15,5 @@ def load_kernels() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name not in ("llvmlite", "numpy"):
             raise
-        raise InputError("the planner's search needs llvmlite", remedy="pip install 'zerobubble[plan]'") from error
+        raise InputError("the planner's search needs llvmlite", remedy=install("plan")) from error
     return entry_points

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from zerobubble.bounds import Bound
 from zerobubble.errors import InputError
+from zerobubble.installing import install
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.answer import Status
 from zerobubble.planning.papers.partial_schedule import check_memory, pass_needs
@@ -60,7 +61,7 @@ def _cp_model() -> Any:
     try:
         return import_module("ortools.sat.python.cp_model")
     except ModuleNotFoundError as error:
-        raise InputError("the exact planner needs OR-Tools", remedy="pip install 'zerobubble[exact]'") from error
+        raise InputError("the exact planner needs OR-Tools", remedy=install("exact")) from error
 
 
 def _start(problem: Problem, hint: Schedule | None) -> Schedule:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerobubble.costs import FULL, Costs, Limits
 from zerobubble.errors import InputError, ZeroBubbleError, shown
+from zerobubble.installing import install
 from zerobubble.ir import Schedule
 from zerobubble.microbatch_order import numbers_by_place, with_numbers
 from zerobubble.runtime.mailbox.handshake import MicrobatchCosts, StepOrder, write_passes
@@ -67,7 +68,7 @@ class MicrobatchOrdering:
         self, order_by: str | CostOf, schedule: Schedule, costs: Costs | None, limits: Limits | None, *, plans_passes: bool = True
     ) -> None:
         if find_spec("llvmlite") is None:
-            raise InputError("order_by needs llvmlite", argument="order_by", remedy="pip install 'zerobubble[plan]', or leave order_by out")
+            raise InputError("order_by needs llvmlite", argument="order_by", remedy=f"{install('plan')}, or leave order_by out")
         self._cost_of: CostOf = tokens_of if isinstance(order_by, str) else order_by
         self._stages = Costs.uniform(schedule.num_stages).with_recompute(FULL) if costs is None else replace(costs, shares=())
         self._mean = fmean(costs.shares) if costs is not None and costs.shares else 1.0
