@@ -21,7 +21,7 @@ from tests.device import DEVICE, cpu_only
 from tests.procs.models import Block, batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_offload_runs import everything
-from tests.refusals import raises, states
+from tests.refusals import Stated, raises, states
 from zerobubble.runtime import device
 from zerobubble.runtime.device import DeviceInterface, Feature, interface, stand_in
 from zerobubble.runtime.split import deferred
@@ -388,3 +388,39 @@ def test_no_generator_of_an_unused_gpu_is_touched() -> None:
     sources = Path(zb.__file__).parent.rglob("*.py")
     assert not [path for path in sources if re.search(r"fork_rng\(\)(?!`)", path.read_text().replace("`torch.random.fork_rng`", ""))]
     assert devices_with_generators(nn.Linear(2, 2), {"x": [torch.zeros(1)]}) == []
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:7", "mps", "xpu", "hpu"])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for builds of torch for CPUs")
+def test_a_device_that_torch_is_not_built_for_is_refused_on_every_rank(world: Ranks, name: str) -> None:
+    assert device.device_fault("cpu") == device.device_fault(torch.device("meta")) == ""
+    found = world.run(partial(refused, device=name), nullcontext, ranks=2)
+    assert len(set(found)) == 1
+    states(found[0], name, torch.__version__, "device='cpu'", *(["pip"] if name.startswith("cuda") else []))
+    assert "AssertionError" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"), [("cuda", ()), ("cuda:1", ()), (torch.device("cuda", 7), ("'cuda:7'", "'cuda:0'", "'cuda:1'", "LOCAL_RANK"))]
+)
+def test_an_index_beyond_the_devices_of_this_machine_is_refused(name: Any, stated: Stated) -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=True), mock.patch.object(torch.cuda, "device_count", return_value=2):
+        found = device.device_fault(name)
+    assert bool(found) is bool(stated)
+    if stated:
+        states(found, *stated)
+
+
+def test_a_device_that_torch_is_built_for_and_cannot_use_says_why() -> None:
+    cannot = RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update")
+    kind = mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cuda"))
+    none = mock.patch.object(torch.accelerator, "is_available", return_value=False)
+    gone = mock.patch.object(torch.cuda, "is_available", return_value=False)
+    with kind, none, gone, mock.patch.object(torch.cuda, "init", side_effect=cannot):
+        states(device.device_fault("cuda"), "11040", "doctor", "device='cpu'")
+
+
+@pytest.mark.parametrize(("given", "meant"), [("gpu", "'cuda'"), (1, "'cuda:1'")])
+def test_what_is_no_device_names_the_one_that_was_meant(world: Ranks, given: Any, meant: str) -> None:
+    for found in world.run(partial(refused, device=given), nullcontext, ranks=2):
+        states(found, "device", given, meant)

@@ -9,6 +9,7 @@ A kind of accelerator may lack some features, such as graph capture. Using one r
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from zerobubble.communicators import MOST_QUEUES, USUAL_QUEUES
 from zerobubble.errors import InputError
+from zerobubble.installing import CUDA_BUILD
 
 Result = TypeVar("Result")
 Stream = Any
@@ -335,10 +337,7 @@ def accelerator_fault() -> str:
     """Returns why torch cannot use the accelerator that it is built for, such as an old driver; empty if it can, or is built for none."""
     if torch.accelerator.is_available():
         return ""
-    try:
-        kind = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6, without one
-        kind = None
+    kind = _built_for()
     if kind is None:
         return ""
     reason = "it finds none"
@@ -347,6 +346,45 @@ def accelerator_fault() -> str:
     except Exception as error:  # noqa: BLE001 - backends of torch raise errors of many types
         reason = str(error).partition(". ")[0].strip().rstrip(".")
     return f"torch {torch.__version__} cannot use {kind.type}: {reason}"
+
+
+def _built_for() -> torch.device | None:
+    """Returns the kind of accelerator that this torch is built for, whether or not there is one; None for a build for CPUs."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, without one
+        return None
+
+
+def device_fault(device: torch.device | str) -> str:
+    """Returns why this process cannot put tensors on `device`, with the remedy; empty if it can."""
+    device = torch.device(device)
+    if device.type in ("cpu", "meta"):
+        return ""
+    try:
+        module = torch.get_device_module(device)
+        count = module.device_count() if module.is_available() else 0
+    except (AttributeError, RuntimeError):  # torch knows the name only
+        count = 0
+    if count > (device.index or 0):
+        return ""
+    if count:
+        last = f" to '{device.type}:{count - 1}'" if count > 1 else ""
+        known = f"the devices of this process are '{device.type}:0'{last}"
+        remedy = f"pass device='{device.type}' after torch.{device.type}.set_device(int(os.environ['LOCAL_RANK']))"
+        return f"there is no device '{device}': {known}; {remedy}, with at most a process for each"
+    return f"device '{device}' cannot be used: {_why_absent(device.type)}, or pass device='cpu'"
+
+
+def _why_absent(kind: str) -> str:
+    """Returns why there is no device of a kind, and how to get one."""
+    built = _built_for()
+    if built is not None and built.type == kind:
+        return f"{accelerator_fault()}; `zerobubble doctor --gpu` says what is missing"
+    install = f"{kind} needs another build or another machine"
+    if kind == "cuda" and sys.platform == "linux":
+        install = CUDA_BUILD
+    return f"torch {torch.__version__} is built for {'CPUs' if built is None else built.type}; {install}"
 
 
 def accelerators() -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, require_offloads
 from zerobubble.planned_run import NOT_RUN, Planned, PlannedRun
 from zerobubble.rules import recomputed
-from zerobubble.runtime.device import Feature, has_nccl, holds_values, interface, is_host
+from zerobubble.runtime.device import Feature, device_fault, has_nccl, holds_values, interface, is_host
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
@@ -113,6 +113,12 @@ def _is_device(given: Any) -> bool:
         return False
 
 
+def _device_meant(given: Any) -> str:
+    if given == "gpu":
+        return "write 'cuda'"
+    return f"write 'cuda:{given}'" if WHOLE.accepts(given) else ""
+
+
 def _are_dims(given: Any) -> bool:
     return isinstance(given, Mapping) and all(
         isinstance(name, str) and (dim is None or (WHOLE.accepts(dim) and dim >= 0)) for name, dim in given.items()
@@ -161,7 +167,7 @@ WANTED: dict[str, Wanted | type] = {
         Wanted("dimensions by name such as {'position_ids': 1, 'mask': None}, None for what all microbatches share", _are_dims)
     ),
     "slices": optional(COUNT),
-    "device": optional(Wanted("a device such as 'cuda' or torch.device('cuda', 1)", _is_device)),
+    "device": optional(Wanted("a device such as 'cuda' or torch.device('cuda', 1)", _is_device, _device_meant)),
 }
 """The requirements of each argument. Whether names exist and values match each other is checked where they are used."""
 
@@ -212,6 +218,8 @@ def refuse_wrong(options: PipelineOptions) -> None:
 def faults_in(options: PipelineOptions) -> str:
     """Returns all invalid arguments in one sentence; empty if there are none."""
     found = faults_among(vars(options), WANTED)
+    if options.device is not None and _is_device(options.device) and (fault := device_fault(options.device)):
+        found.append(fault)
     if isinstance(options.schedule, str) and options.schedule != "auto":
         try:
             find(options.schedule)
