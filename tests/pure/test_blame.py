@@ -6,7 +6,7 @@ A rank is reported as gone, or out of memory, only with evidence.
 from __future__ import annotations
 
 from tests.refusals import states
-from zerobubble.runtime.failure.blame import CLOSING, diagnose
+from zerobubble.runtime.failure.blame import CLOSING, OUTSIDE, diagnose
 from zerobubble.runtime.failure.report import RankStatus
 from zerobubble.runtime.transport.contact import EVERYBODY, STARTING, TIMED_OUT
 
@@ -137,3 +137,10 @@ def test_a_method_that_one_rank_calls_alone_is_named() -> None:
         note = diagnose({0: RankStatus(doing, 1, "Connection closed by peer", call="describe"), 1: CLOSING}, range(2), 0)
         assert note.rank == 1
         states(note.message, "`describe`", "rank 0", "rank 1")
+
+
+def test_a_rank_that_stays_out_of_a_call_until_the_timeout_is_asked_to_call_too() -> None:
+    statuses = {0: RankStatus("waiting", 1, TIMED_OUT, call="step"), 1: OUTSIDE}
+    note = diagnose(statuses, range(2), 0)
+    assert note.rank == 1
+    states(note.message, "`step`", "`timeout`", "rank 1")

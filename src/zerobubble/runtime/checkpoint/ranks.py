@@ -35,7 +35,7 @@ def agreed(ranks: CheckpointRanks, make: Callable[[], Answer]) -> Answer:
         made.append(make())
     except InputError as error:
         fault = str(error)
-    faults = faults_of_all(ranks, fault, "comparing what is wrong")
+    faults = faults_of_all(ranks, fault, "waiting for the other ranks to make the same call")
     if faults:
         with ranks.agreed_errors():
             raise InputError(faults)

@@ -21,6 +21,8 @@ from zerobubble.units import counted, named
 
 CLOSING = RankStatus("closing the pipeline")
 """The status of a rank that has left the pipeline."""
+OUTSIDE = RankStatus("outside the pipeline, in user code")
+"""The status of a rank between two calls."""
 
 
 def closing_after(error: BaseException | None) -> RankStatus:
@@ -56,12 +58,14 @@ def diagnose(statuses: dict[int, RankStatus], ranks: Sequence[int], caller: int)
     if statuses[culprit].peer == ELSEWHERE:
         return _report_pipelines(statuses, caller)
     gave_up = f"rank {caller} gave up {statuses[caller].doing} ({statuses[caller].reason})"
-    remedy = "; raise `timeout` if it may take that long" if statuses[caller].reason == TIMED_OUT else ""
     doing = statuses[culprit].doing
+    left_out = bool(statuses[caller].call) and doing in (CLOSING.doing, OUTSIDE.doing)
+    remedies = [f"call `{statuses[caller].call}` on every rank"] if left_out else []
+    if statuses[caller].reason == TIMED_OUT:
+        remedies.append("raise `timeout` if it may take that long")
     if doing == CLOSING.doing and statuses[culprit].reason:
-        doing += f" after {statuses[culprit].reason}"
-    elif doing == CLOSING.doing and statuses[caller].call:
-        remedy = f"; call `{statuses[caller].call}` on every rank"
+        doing, remedies = f"{doing} after {statuses[culprit].reason}", []
+    remedy = f"; {', or '.join(remedies)}" if remedies else ""
     message = f"rank {culprit} kept the others waiting: it was {doing} when {gave_up}{remedy}"
     return FailureReport(culprit, statuses[culprit].op, message)
 

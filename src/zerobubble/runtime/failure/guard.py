@@ -21,7 +21,7 @@ from zerobubble.error_reports.uncaught import show_uncaught, write_report
 from zerobubble.error_reports.user_code import begin_at_user_code, calling_place, user_place
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure import forked, termination
-from zerobubble.runtime.failure.blame import CLOSING, agent_end_report, sigterm_report
+from zerobubble.runtime.failure.blame import CLOSING, OUTSIDE, agent_end_report, sigterm_report
 from zerobubble.runtime.failure.context import Activity, AgreedError, CallLock, FailureContext, PlaysActions, words_of
 from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
@@ -36,7 +36,6 @@ CLOSED = "the pipeline is closed"
 GO_ON = "make a new Pipeline to go on"
 NEVER_OPENED = "the pipeline was never opened"
 FORKED = "the pipeline belongs to the process from which this one was forked"
-OUTSIDE = RankStatus("outside the pipeline, in user code")
 
 
 class FailureGuard:
