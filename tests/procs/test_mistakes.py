@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,3 +130,102 @@ def test_a_result_that_a_rank_does_not_have_says_who_has_it(world: Ranks, tmp_pa
         assert kind == "AttributeError"
         states(line, "NoneType", "eval_step")
     assert last[1] == ("", "")
+
+
+class Paired(nn.Module):
+    """Returns its output in a tuple or a dict, as many models do."""
+
+    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(5, 5), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.linear(x))
+
+
+def in_a_dict(output: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"logits": output}
+
+
+def in_a_tuple(output: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return output, None
+
+
+def last_in(form: Callable[[torch.Tensor], Any]) -> Callable[[int, int], nn.Module]:
+    return lambda stage, num_stages: Paired(form) if stage == num_stages - 1 else nn.Linear(5, 5)
+
+
+def one_stage(stage: int, num_stages: int) -> nn.Module:
+    return [nn.Linear(5, 5)][stage]
+
+
+def linear(stage: int, num_stages: int) -> nn.Module:
+    return nn.Linear(5, 5)
+
+
+def no_schedule(ranks: int, microbatches: int) -> zb.Schedule:
+    return zb.make("1f1b", ranks, microbatches, stages_per_rank=microbatches.stages)  # type: ignore[attr-defined]
+
+
+MSE = nn.functional.mse_loss
+PROGRAMS: list[tuple[dict[str, Any], torch.dtype, Stated]] = [
+    ({"loss_fn": nn.MSELoss(reduction="sum")}, torch.float32, ("loss_fn", "'sum'", "'mean'", "scale='none'")),
+    ({"loss_fn": partial(MSE, reduction="sum")}, torch.float32, ("loss_fn", "'sum'", "'mean'")),
+    ({"loss_fn": nn.MSELoss(reduction="none")}, torch.float32, ("loss_fn", "'none'", "'mean'")),
+    ({"build_or_modules": one_stage}, torch.float32, ("rank 1", "IndexError", "build(1, 2)")),
+    ({"schedule": no_schedule}, torch.float32, ("AttributeError", "no_schedule(2, 4)")),
+    ({}, torch.float16, ("microbatch 0", "float16", "float32", "torch.autocast")),
+    ({"build_or_modules": last_in(in_a_dict)}, torch.float32, ("rank 1", "microbatch 0", "output['logits']")),
+    ({"build_or_modules": last_in(in_a_tuple)}, torch.float32, ("rank 1", "microbatch 0", "output[0]")),
+]
+
+
+def last_line_of_a_program(group: Any, folder: Path, number: int) -> str:
+    wrong, dtype, _ = PROGRAMS[number]
+    path = folder / f"error{group.rank()}"
+    arguments = {"build_or_modules": linear, "schedule": "1f1b", "num_microbatches": M, "loss_fn": MSE, "group": group} | wrong
+    environment = {"RANK": str(group.rank()), "TORCHELASTIC_ERROR_FILE": str(path)}
+    with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "stderr"):
+        error_file.forget_error_file()
+        with pytest.raises(zb.ZeroBubbleError) as caught, zb.Pipeline(**arguments) as pipe:
+            pipe.step(torch.rand(8, 5, dtype=dtype), torch.rand(8, 5))
+        uncaught._show(type(caught.value), caught.value, caught.value.__traceback__)
+        return str(json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"].splitlines()[-1])
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_the_last_line_of_a_wrong_program_names_cause_and_remedy(world: Ranks, tmp_path: Path, number: int) -> None:
+    for line in world.run(last_line_of_a_program, tmp_path, number, ranks=2):
+        states(line, *PROGRAMS[number][2])
+
+
+def test_a_sum_over_samples_is_right_with_its_scale(world: Ranks) -> None:
+    assert all(world.run(step_of_sums, ranks=2))
+
+
+def step_of_sums(group: Any) -> bool:
+    inputs, targets = torch.ones(8, 5), torch.zeros(8, 5)
+    losses = []
+    for loss, scale in ((nn.MSELoss(reduction="sum"), "none"), (MSE, "loss")):
+        with zb.Pipeline(linear, "1f1b", M, loss, scale=scale, group=group) as pipe:
+            losses.append(pipe.step(inputs, targets).item())
+    return losses[0] == pytest.approx(losses[1] * targets.numel())
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        ("Torch not compiled with CUDA enabled", ("device='cuda'", "pip")),
+        ("Distributed package doesn't have NCCL built in", ("torch.distributed.init_process_group", "'gloo'")),
+        ("Unknown backend type glo", ("torch.distributed.init_process_group", "'gloo'")),
+    ],
+)
+def test_errors_of_torch_in_the_first_lines_of_a_program_get_a_remedy(tmp_path: Path, text: str, stated: Stated) -> None:
+    path = tmp_path / "error"
+    environment = {"RANK": "0", "TORCHELASTIC_ERROR_FILE": str(path)}
+    with mock.patch.dict(os.environ, environment), mock.patch.object(uncaught, "_previous", [lambda *error: None]):
+        error_file.forget_error_file()
+        uncaught._show(RuntimeError, RuntimeError(text), None)
+        last = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"].splitlines()[-1]
+        error_file.forget_error_file()
+    states(last, "rank 0", *stated, foreign=text)

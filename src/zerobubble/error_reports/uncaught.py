@@ -18,6 +18,7 @@ from zerobubble.error_reports.error_file import write_error_file
 from zerobubble.error_reports.text import describe, text_of
 from zerobubble.error_reports.user_code import is_users, user_place, with_place
 from zerobubble.errors import PipelineError, ZeroBubbleError
+from zerobubble.installing import CUDA_BUILD
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -29,6 +30,17 @@ _previous: list[Hook] = []
 
 _none_reasons: dict[str, str] = {}
 """Why calls returned None on this rank, by call."""
+
+
+_INIT = "call torch.distributed.init_process_group('gloo') on CPUs; 'nccl' needs GPUs, and torch built for CUDA"
+_REMEDIES = {
+    "Torch not compiled with CUDA enabled": f"leave out cuda() and device='cuda' on a machine without a GPU; else {CUDA_BUILD}",
+    "Distributed package doesn't have NCCL": _INIT,
+    "ProcessGroupNCCL is only supported with GPUs": _INIT,
+    "Unknown backend type": _INIT,
+    "Default process group has not been initialized": _INIT,
+}
+"""What to do about errors that torch raises in the first lines of a program, by a part of their text."""
 
 
 def explain_none(call: str, reason: str) -> None:
@@ -51,6 +63,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if isinstance(error, (AttributeError, TypeError)) and "'NoneType'" in text_of(error):
         for reason in _none_reasons.values():
             error.add_note(reason)
+    for words, remedy in _REMEDIES.items():
+        if words in text_of(error) and not isinstance(error, ZeroBubbleError):
+            error.add_note(remedy)
     if isinstance(error, ZeroBubbleError) and not _shows_all():
         _hide_internal_frames(error)
         trace = error.__traceback__

@@ -286,6 +286,18 @@ def move(modules: Iterable[nn.Module], device: torch.device | str, *, recurse: b
                     part._parameters[name] = replaced.setdefault(parameter, after)
 
 
+def note_of_dtypes(message: str, module: nn.Module) -> str:
+    """Returns what to add to the `message` of torch's error about tensors of several dtypes in `module`; else empty."""
+    if "dtype" not in message and "scalar type" not in message:
+        return ""
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in module.parameters()})
+    return (
+        f", and its parameters are {' and '.join(dtypes)}; convert the batch or the model, or run the step inside torch.autocast"
+        if dtypes
+        else ""
+    )
+
+
 def note_of_devices(message: str, given: Iterable[object]) -> str:
     """Returns what to add to the `message` of torch's error about tensors on several devices, of which some were `given`; else empty."""
     if "on the same device" not in message:

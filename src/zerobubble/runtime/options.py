@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -220,12 +221,27 @@ def faults_in(options: PipelineOptions) -> str:
     found = faults_among(vars(options), WANTED)
     if options.device is not None and _is_device(options.device) and (fault := device_fault(options.device)):
         found.append(fault)
+    found += filter(None, [_reduction_fault(options.loss_fn, options.scale)])
     if isinstance(options.schedule, str) and options.schedule != "auto":
         try:
             find(options.schedule)
         except InputError as error:
             found.append(str(error))
     return "; ".join(found)
+
+
+def _reduction_fault(loss_fn: object, scale: str) -> str:
+    """Returns the fault of a loss of torch that is not the mean of a microbatch; empty if it is, or if that is not known."""
+    is_of_torch = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == nn.MSELoss.__module__
+    given = vars(loss_fn) if is_of_torch else loss_fn.keywords if isinstance(loss_fn, partial) else {}
+    reduction = given.get("reduction")
+    if reduction == "sum" and scale != NONE:
+        return (
+            "loss_fn has reduction='sum', and step takes the mean of the losses of microbatches: use 'mean', or scale='none' for their sum"
+        )
+    if reduction == "none":
+        return "loss_fn has reduction='none', and must return one number, the mean loss of a microbatch: use 'mean'"
+    return ""
 
 
 def dependency_faults(options: PipelineOptions) -> str:

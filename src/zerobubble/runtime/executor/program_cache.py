@@ -319,6 +319,15 @@ def compiled_for(schedule: Schedule, costs: Costs) -> Compiled:
     return Compiled.from_schedule(schedule, 1 + prefetch_depth(schedule, costs))
 
 
+def _made_by(function: MakeSchedule, ranks: int, num_microbatches: int) -> Any:
+    try:
+        return function(ranks, num_microbatches)
+    except Exception as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        error.add_note(f"the schedule {name}({ranks}, {num_microbatches}) raised it: it gets the numbers of ranks and of microbatches")
+        raise
+
+
 def schedule_for(given: str | Schedule | Planned | MakeSchedule, ranks: int, num_microbatches: int, slices: int = 1) -> Schedule:
     """Returns the schedule for `num_microbatches` of `slices` each. Raises `InputError` if there is none, or if it does not fit."""
     require("num_microbatches", num_microbatches, MICROBATCHES)
@@ -328,7 +337,7 @@ def schedule_for(given: str | Schedule | Planned | MakeSchedule, ranks: int, num
         made = given.to_run.schedule
         _require_equal_slices(given.to_run.costs)
     else:
-        made = given if isinstance(given, Schedule) else given(ranks, num_microbatches)
+        made = given if isinstance(given, Schedule) else _made_by(given, ranks, num_microbatches)
     if not isinstance(made, Schedule):
         raise wrong("schedule", made, "a name, a Schedule or a function that returns one")
     if made.num_ranks != ranks:

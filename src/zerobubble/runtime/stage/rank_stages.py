@@ -276,8 +276,12 @@ def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedul
 
 
 def _built(build: Build, index: int, num_stages: int, seed: int) -> Any:
-    with seeded(seed_for(seed, index)):
-        return build(index, num_stages)
+    try:
+        with seeded(seed_for(seed, index)):
+            return build(index, num_stages)
+    except Exception as error:
+        error.add_note(f"build({index}, {num_stages}) raised it: the schedule has {counted(num_stages, 'stage')}")
+        raise
 
 
 def _device(modules: dict[int, nn.Module]) -> torch.device | None:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
 from zerobubble.rules import used_stages
-from zerobubble.runtime.device import note_of_devices
+from zerobubble.runtime.device import note_of_devices, note_of_dtypes
 from zerobubble.runtime.measure.memory_meter import Meter, addresses_of, held_bytes
 from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocast
 from zerobubble.runtime.split.report import SplitReport
@@ -267,7 +267,7 @@ class Stage:
             output = call()
         except (RuntimeError, TypeError, IndexError) as error:
             refuse_far_gradient(error, f"stage {self.index}")
-            error.add_note(_describe_inputs(self.index, inputs, str(error)))
+            error.add_note(_describe_inputs(self.index, inputs, str(error)) + note_of_dtypes(str(error), self.module))
             raise
         return (finish(output),) if finish else as_tensors(output, self.index)
 

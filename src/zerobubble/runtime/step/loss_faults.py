@@ -21,7 +21,15 @@ _DETACHING = (
 def note_given(error: Exception, function: str, **given: Any) -> None:
     """Adds to an `error` of the user's `function` the shapes of the arguments that it was given."""
     shapes = ", ".join(f"{name}={describe_pytree(value)}" for name, value in given.items())
-    error.add_note(f"{function} was given {shapes}{note_of_devices(str(error), tree_leaves(given))}")
+    error.add_note(f"{function} was given {shapes}{note_of_devices(str(error), tree_leaves(given))}{_note_of_output(error, **given)}")
+
+
+def _note_of_output(error: Exception, output: Any = None, **_: Any) -> str:
+    """Returns what to do about an error that a loss raises because it needs a tensor, and the `output` of the model is something else."""
+    if output is None or isinstance(output, Tensor) or not isinstance(error, (AttributeError, TypeError)):
+        return ""
+    part = f"output[{next(iter(output), '')!r}]" if isinstance(output, dict) else "output[0]"
+    return f"; if it needs a tensor of these, pass loss_fn=lambda output, target: loss({part}, target)"
 
 
 def unknown_parameter(loss: Tensor, made_of: Iterable[Tensor], held: Iterable[Tensor]) -> InputError | None:
