@@ -19,14 +19,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.cost_model.machine import Machine
-from zerobubble.models.observation.copies import copy_of
+from zerobubble.models.observation.copies import copy_of, other_tensors
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, OutputForm, kind_of
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
 from zerobubble.models.observation.operations import Operations, parameters_of
 from zerobubble.models.observation.units import Units
 from zerobubble.partition import Layer
 from zerobubble.runtime.split.weight_flops import FlopCounter
-from zerobubble.runtime.step.profiling import trained_bytes
+from zerobubble.runtime.step.profiling import bytes_beside, trained_bytes
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.python_state import PythonState
 
@@ -76,7 +76,8 @@ def _messages(outputs: Mapping[str, int], block_of: Mapping[str, str]) -> dict[s
 def _layer(name: str, found: Units, calls: Sequence[Estimate], message: int, machine: Machine) -> Layer:
     forward, backward, weight, saved, pending, _ = map(sum, zip(*calls, strict=True))
     times = [machine.time(count) for count in (forward, backward, weight)]
-    kept, block = trained_bytes(parameters_of(found.units[name])), found.block_of.get(name, "")
+    unit, block = found.units[name], found.block_of.get(name, "")
+    kept = trained_bytes(parameters_of(unit)) + bytes_beside(unit)
     short = name.removeprefix(f"{block}.")
     return Layer(times[0], times[1], times[2], saved, pending, kept, machine.message_time(message), short, block)
 
@@ -201,8 +202,9 @@ def _work_for_weights(unit: nn.Module) -> Iterator[_Storages]:
 
 def _on_meta(unit: nn.Module) -> nn.Module:
     """Returns a copy of `unit` on the meta device, with the same `requires_grad`."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in unit.parameters()}
-    memo |= {id(buffer): _meta(buffer) for buffer in unit.buffers()}
+    memo = other_tensors(unit, _meta)
+    for parameter in unit.parameters():
+        memo[id(parameter)].requires_grad_(parameter.requires_grad)
     return copy_of(unit, memo)
 
 

@@ -16,9 +16,11 @@ from zerobubble.models.making.factory import ModelFactory
 from zerobubble.models.making.tracing.traced import Trace
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.unfit import refuse_unfit
+from zerobubble.models.observation.units import join
 from zerobubble.runtime.stage.whole_model import ModelFacts, digest, kinds
 from zerobubble.runtime.values.buffers import renew_inference_buffers
 from zerobubble.runtime.values.released import is_released
+from zerobubble.runtime.values.stateful import state_of, stateful_tensors
 
 
 class ModelSource:
@@ -76,10 +78,16 @@ class ModelSource:
 
 
 def values(model: nn.Module) -> dict[str, str] | None:
-    """Returns a digest of the values of each parameter; None for a model of which a pipeline has trained parts, and released the others.
+    """Returns a digest of the values of each parameter, and of the state that belongs to it.
+
+    None for a model of which a pipeline has trained parts, and released the others.
 
     Sharded parameters, and layouts and dtypes without element access, have an empty digest.
     """
     if any(is_released(parameter) for parameter in model.parameters()):
         return None
-    return {name: digest(parameter) for name, parameter in model.named_parameters()}
+    found = {name: digest(parameter) for name, parameter in model.named_parameters()}
+    for path, part in model.named_modules():
+        state = "".join(digest(tensor) for _, tensor in state_of(part))
+        found |= {key: found[key] + state for name in stateful_tensors(part) if (key := join(path, name)) in found}
+    return found

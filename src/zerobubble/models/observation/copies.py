@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerobubble.runtime.values.released import is_old, values_of
 from zerobubble.runtime.values.sparse import is_compressed
+from zerobubble.runtime.values.stateful import is_wrapper, own_type, parts_of_wrapper, state_of, stateful_tensors
 
 Value = TypeVar("Value")
 
@@ -29,6 +30,44 @@ def copy_of(value: Value, others: dict[int, Any] | None = None) -> Value:
     with _WithoutGradients():
         made: Value = _deep(value, {} if others is None else others)
         return made
+
+
+def other_tensors(module: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[int, Any]:
+    """Returns replacements of the parameters and buffers of `module`, and of their state, by the id of each: the memo of a deep copy.
+
+    `like` returns a tensor in other memory for a plain tensor or a DTensor. Parameters stay parameters, and require no grad. A stateful
+    tensor keeps its class and its attributes. Raises `InputError` for a stateful tensor that cannot be taken apart.
+    """
+    memo: dict[int, Any] = {}
+    stateful: dict[int, Tensor] = {}
+    for path, part in module.named_modules():
+        stateful |= {id(tensor): tensor for tensor in stateful_tensors(part).values()}
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            other = _stateful_like(tensor, like, f"{path}.{name}".strip(".")) if id(tensor) in stateful else like(tensor)
+            memo[id(tensor)] = nn.Parameter(other, requires_grad=False) if _needs_wrapping(tensor, other) else other
+        memo |= {id(tensor): like(tensor) for _, tensor in state_of(part) if id(tensor) not in memo}
+    elsewhere = {id(part): part for tensor in stateful.values() for part in tensor.__dict__.values() if isinstance(part, nn.Module)}
+    memo |= {key: part for key, part in elsewhere.items() if part not in set(module.modules())}
+    for key, tensor in stateful.items():
+        attributes = {name: value for name, value in tensor.__dict__.items() if not type(value).__module__.startswith("zerobubble.")}
+        memo[key].__dict__.update(copy_of(attributes, memo))
+    return memo
+
+
+def _needs_wrapping(tensor: Tensor, other: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not isinstance(other, nn.Parameter)
+
+
+def _stateful_like(tensor: Tensor, like: Callable[[Tensor], Tensor], name: str) -> Tensor:
+    """Returns a tensor of the class of a stateful `tensor`, with memory from `like`, and the attributes that a wrapper needs."""
+    kind = own_type(tensor)
+    if not is_wrapper(tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor._make_subclass(kind, like(tensor.detach()), False)
+    inner = {part: _stateful_like(each, like, name) if is_wrapper(each) else like(each) for part, each in parts_of_wrapper(tensor).items()}
+    context, flat = tensor.__tensor_flatten__()[1], kind.__tensor_unflatten__  # type: ignore[attr-defined]
+    made: Tensor = flat(inner, context, tensor.shape, tensor.stride())
+    return made
 
 
 _COMPILED = frozenset({"_compiled_call_impl"})

@@ -10,7 +10,7 @@ import itertools
 import mmap
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -23,14 +23,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zerobubble.errors import InputError
-from zerobubble.models.observation.copies import copy_of
+from zerobubble.models.observation.copies import copy_of, other_tensors
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
 from zerobubble.models.observation.following import contents_of, modules_inside
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.recording import recording_separately, recording_state
 from zerobubble.models.observation.seen_tensors import observing_a_unit, show_on_device_of
-from zerobubble.models.observation.source_tracker import is_mark
+from zerobubble.models.observation.source_tracker import is_mark, storage_of
 from zerobubble.runtime.device import of_kind
 from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.split.weight_flops import FlopCounter
@@ -38,6 +38,7 @@ from zerobubble.runtime.stage.slices import only_shapes
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
 from zerobubble.runtime.values.random_state import forked
+from zerobubble.runtime.values.stateful import state_of, tensors_inside
 
 _WANTS_GRADIENTS = "does not require grad"
 """Torch's message if a forward calls `torch.autograd.grad` under `no_grad`."""
@@ -257,7 +258,7 @@ def shape_only_units(units: Mapping[str, nn.Module]) -> dict[str, ShapeOnlyUnit]
     shared = {each: ResultCache[Seen](each) for each in equivalents.values()}
     memo: dict[int, Any] = {}
     for unit in units.values():
-        memo |= _other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
+        memo |= other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
         for tensor in itertools.chain(unit.parameters(), unit.buffers()):
             show_on_device_of(tensor, memo[id(tensor)])
     return {name: ShapeOnlyUnit(name, unit, shared[equivalents[name]], memo) for name, unit in units.items()}
@@ -325,6 +326,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = list(unit.parameters())
         self._held = (own, given)  # keeps ids unique
         self._own = {id(parameter) for parameter in own}
+        self._memory = set(map(storage_of, own))
         self._given = {id(leaf) for leaf in given}  # in-place operations return their input
         self._made: list[weakref.ref[Tensor]] = []
 
@@ -347,7 +349,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     name=self._name,
                     remedy="let it work on padded tensors with a mask, or cut the model by hand, as build(stage, num_stages)",
                 )
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in self._own and id(leaf) not in self._given:
+            if isinstance(leaf, nn.Parameter) and self._is_foreign(leaf):
                 raise InputError(
                     "part {name!r} uses a parameter of shape {shape} that it does not hold, by a reference to another module; its "
                     "gradient would be lost in other stages",
@@ -355,6 +357,10 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     shape=list(leaf.shape),
                     remedy="pass it to the part as an argument, or let the part hold it",
                 )
+
+    def _is_foreign(self, parameter: nn.Parameter) -> bool:
+        """Returns whether the unit does not hold `parameter`. A view of a parameter of a class of its own has that class."""
+        return id(parameter) not in self._own and id(parameter) not in self._given and storage_of(parameter) not in self._memory
 
     def mark(self) -> str:
         """Returns where the unit calls `pipe_split()`; raises `InputError` for a call between its operations."""
@@ -383,6 +389,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not living:
             return []
         leaves = [leaf for part in unit.modules() for leaf in pytree.tree_leaves(list(part.__dict__.values()))]
+        leaves += [tensor for part in unit.modules() for _, tensor in state_of(part)]
         kept = {id(each) for leaf in leaves for each in (leaf, getattr(leaf, "_base", None))}  # a view keeps its base alive
         return [tensor for tensor in living if id(tensor) not in kept]
 
@@ -390,22 +397,13 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _with_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> nn.Module:
     """Returns a copy of `unit` with replaced parameters and buffers that do not require grad. DTensors stay DTensors."""
     place = _place_of(unit)
-    return copy_of(unit, _other_tensors(unit, lambda tensor: like_parameter(tensor, like(local_part(tensor)).to(place))))
+    return copy_of(unit, other_tensors(unit, lambda tensor: like_parameter(tensor, like(local_part(tensor)).to(place))))
 
 
 def _place_of(unit: nn.Module) -> torch.device:
     """Returns the device on which to run `unit` with values: that of its DTensors, to which torch moves their operands; else the CPU."""
     kinds = {tensor.device_mesh.device_type for tensor in (*unit.parameters(), *unit.buffers()) if isinstance(tensor, DTensor)}
     return of_kind(kinds.pop() if kinds else "cpu")
-
-
-def _other_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[int, Any]:
-    """Returns the parameters and buffers of such a copy, by the ids of those of `unit`."""
-    found: dict[int, Any] = {}
-    for tensor in itertools.chain(unit.parameters(), unit.buffers()):
-        other = like(tensor)
-        found[id(tensor)] = nn.Parameter(other, requires_grad=False) if isinstance(tensor, nn.Parameter) else other
-    return found
 
 
 def _shape_of(leaf: Any) -> Any:
@@ -452,7 +450,7 @@ def refuse_left_in_arguments(unit: str, made: Sequence[Tensor], args: Sequence[A
     """Raises `InputError` if an argument of a unit holds tensors that the unit has `made`."""
     wanted = set(map(id, made))
     for name, value in (*enumerate(args), *kwargs.items()):
-        if any(id(tensor) in wanted for tensor in tensors_inside(value)):
+        if any(id(tensor) in wanted for _, tensor in tensors_inside(value)):
             raise InputError(
                 f"{_LEAVES} in its argument {{argument!r}}, which is of type {{kind}}; {_WOULD_LACK}",
                 unit=unit,
@@ -465,24 +463,6 @@ def refuse_left_in_arguments(unit: str, made: Sequence[Tensor], args: Sequence[A
 
 _LEAVES = "part {unit!r} stores tensors elsewhere than in its output,"
 _WOULD_LACK = "stages without this part would lack them"
-
-
-def tensors_inside(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in `value`, its attributes and nested containers, except those of modules."""
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
-    left = [value]
-    while left:
-        each = left.pop()
-        if id(each) in seen or isinstance(each, (nn.Module, type)):
-            continue
-        seen[id(each)] = each
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, Mapping):
-            left += each.values()
-        elif isinstance(each, (list, tuple, set, frozenset, deque)):
-            left += each
-        left += getattr(each, "__dict__", {}).values()
 
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0

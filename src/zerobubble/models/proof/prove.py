@@ -30,6 +30,7 @@ from zerobubble.runtime.values.python_places import Place
 from zerobubble.runtime.values.python_state import GENERATORS, PythonState, changed, put_back
 from zerobubble.runtime.values.random_state import devices_with_generators, states_of
 from zerobubble.runtime.values.released import is_released
+from zerobubble.runtime.values.stateful import stateful_tensors
 
 _EXACT = (torch.float64, torch.complex128)
 _ROUNDING = 1e-14
@@ -382,11 +383,14 @@ def proved(
     `whole` creates the model with its weights, and `stages_of` the stages of such a model. Raises `InputError` if they differ.
     """
     size = sum(parameter.numel() for parameter in model.parameters())
+    is_quantized = any(map(stateful_tensors, model.modules()))
     reason, why = f"its {size:,} parameters are too many to be copied", "no tiny model of its class runs"
     if any(map(is_released, model.parameters())):
         size, reason = MOST_PROVED + 1, "a pipeline has trained it, and other ranks have parts of its weights"
     small = whole() if size <= MOST_PROVED else None
-    if small is not None:
+    if small is not None and is_quantized and not (reason := prove(small, stages_of, cut, arguments, in_float64=False)):
+        return "Proved: cut and uncut, the model has the same outputs and gradients in its own types, with its quantized weights."
+    if small is not None and not is_quantized:
         reason = prove(small, stages_of, cut, arguments)
         if not reason:
             return "Proved: cut and uncut, the model has the same outputs and gradients in float64."
@@ -397,6 +401,6 @@ def proved(
                 return f"Proved: cut and uncut, {kind} has the same outputs and gradients in float64."
     except NoTinyModelError as error:
         why = str(error)
-    if small is not None and not prove(small, stages_of, cut, arguments, in_float64=False):
+    if small is not None and not is_quantized and not prove(small, stages_of, cut, arguments, in_float64=False):
         return "Proved: cut and uncut, the model has the same outputs and gradients in its own types, as it does not run in float64."
     return f"Not proved: {reason}, and {why}."

@@ -9,9 +9,9 @@ from torch import nn
 from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.following import Follower, is_compound
 from zerobubble.models.observation.observed_model import ObservedModel
-from zerobubble.models.observation.shape_only import tensors_inside
 from zerobubble.models.observation.units import join
 from zerobubble.runtime.stage.set_attributes import SetAttribute
+from zerobubble.runtime.values.stateful import tensors_inside
 
 
 class SetElsewhere:

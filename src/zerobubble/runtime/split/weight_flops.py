@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -85,6 +86,23 @@ def _tensors_in(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
+def _quantized_products() -> dict[Any, Callable[..., int]]:
+    """Returns the formulas of products with quantized weights that a loaded library has registered."""
+    if "bitsandbytes" not in sys.modules:
+        return {}
+    operations = (getattr(torch.ops.bitsandbytes, name, None) for name in _OF_BITSANDBYTES)
+    return {operation: _product_by_output for operation in operations if operation is not None}
+
+
+_OF_BITSANDBYTES = ("gemm_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
+
+
+def _product_by_output(rows: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Returns the FLOPs of a product of `rows` of this shape, by the shape of its first output."""
+    shape = out_shape if isinstance(out_shape[0], int) else out_shape[0]
+    return int(2 * prod(shape) * rows[-1])
+
+
 class _NoModuleTracker:
     """Replaces the tracker with which torch counts per module."""
 
@@ -102,7 +120,7 @@ class FlopCounter(FlopCounterMode):
     """
 
     def __init__(self, custom_mapping: dict[Any, Callable[..., int]] | None = None) -> None:
-        super().__init__(display=False, custom_mapping=custom_mapping)
+        super().__init__(display=False, custom_mapping={**_quantized_products(), **(custom_mapping or {})})
         self.mod_tracker: Any = _NoModuleTracker()
 
 

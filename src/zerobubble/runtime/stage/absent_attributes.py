@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.stage.set_attributes import SetAttribute, SetsElsewhere
 from zerobubble.runtime.values.refusing import Refusing
+from zerobubble.runtime.values.stateful import stateful_tensors
 from zerobubble.runtime.values.stored import ABSENT
 
 DERIVED_FROM = ("_orig", "_v")
@@ -27,6 +28,17 @@ class _Replaced(NamedTuple):
     name: str
     value: Any
     refusing: Refusing
+
+
+def _belongs_to_a_parameter(place: SetAttribute) -> bool:
+    """Returns whether the tensors in an attribute are released and gathered with a parameter.
+
+    They are computed from it, or are the state of a quantized weight, in an object of its library (`state` in 8 bits of bitsandbytes).
+    """
+    if any(f"{place.name}{ending}" in place.module._parameters for ending in DERIVED_FROM):
+        return True
+    is_object = hasattr(vars(place.module).get(place.name), "__dict__")
+    return is_object and place.kind is not Tensor and bool(stateful_tensors(place.module))
 
 
 class AbsentAttributes:
@@ -65,7 +77,7 @@ class AbsentAttributes:
         common = [place for key, place in by_stage[0].items() if all(key in places for places in by_stage)] if by_stage else []
         own = {id(module) for stage in self._modules.values() for module in stage.modules()} if common else ()  # parts may share a module
         others = [place for place in common if id(place.module) not in own]
-        return [place for place in others if not any(f"{place.name}{ending}" in place.module._parameters for ending in DERIVED_FROM)]
+        return [place for place in others if not _belongs_to_a_parameter(place)]
 
     def _refusing(self, place: SetAttribute) -> Refusing:
         return Refusing.made(lambda: self._error(place.path, place.name), may_reset=True)

@@ -27,6 +27,7 @@ from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
 from zerobubble.runtime.stage.absent_attributes import DERIVED_FROM, AbsentAttributes
 from zerobubble.runtime.values.memory import local_part
 from zerobubble.runtime.values.released import guard, is_released, release, unguard
+from zerobubble.runtime.values.stateful import is_wrapper, state_of
 from zerobubble.units import named
 
 _SAMPLED = 32
@@ -260,10 +261,18 @@ class CutModel:
 
 
 def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters and buffers of `module`, under all of their names with a `prefix`, and then what `derived_tensors` yields."""
+    """Yields the parameters and buffers of `module`, under all of their names with a `prefix`, and then its `attached_tensors`."""
     kept = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    for name, tensor in chain(kept, derived_tensors(module)):
+    for name, tensor in chain(kept, attached_tensors(module)):
         yield f"{prefix}{name}", tensor
+
+
+def attached_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that belong to parameters and buffers: those of `derived_tensors`, and the state of quantized weights."""
+    yield from derived_tensors(module)
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in state_of(part):
+            yield f"{path}.{name}" if path else name, tensor
 
 
 def derived_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -291,7 +300,8 @@ class _Sample(NamedTuple):
         """Returns a sample of the current values."""
         plain = [tensor for tensor in tensors if local_part(tensor) is tensor and not tensor.is_inference()]
         with torch._C.DisableTorchFunctionSubclass():
-            return cls(tensors, [tensor._version for tensor in plain], list(map(_first_values, _spread(tensors))))
+            with_values = [tensor for tensor in tensors if not is_wrapper(tensor)]
+            return cls(tensors, [tensor._version for tensor in plain], list(map(_first_values, _spread(with_values))))
 
     def has_changed(self) -> bool:
         """Returns whether any tensor has changed."""

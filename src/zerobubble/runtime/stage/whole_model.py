@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.runtime.transport.terms import each_has, named
+from zerobubble.runtime.values.stateful import is_stateful, is_wrapper
 
 _SAMPLED = 64
 """Number of elements read per parameter, evenly spaced, including the first and the last."""
@@ -83,7 +84,8 @@ def digest(parameter: Tensor) -> str:
 
 def sampled(parameter: Tensor) -> Tensor | None:
     """Returns values of a parameter, on the CPU; None if they cannot be read."""
-    is_plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout is torch.strided and not parameter.is_quantized
+    has_elements = type(parameter) in (Tensor, nn.Parameter) or (is_stateful(parameter) and not is_wrapper(parameter))
+    is_plain = has_elements and parameter.layout is torch.strided and not parameter.is_quantized
     if not is_plain or parameter.is_meta or not parameter.numel():
         return None
     places = torch.linspace(0, parameter.numel() - 1, _SAMPLED, dtype=torch.float64, device="cpu").long().to(parameter.device)

@@ -9,6 +9,7 @@ from itertools import chain, starmap
 from statistics import median_low
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from zerobubble.arguments import WHOLE
@@ -16,6 +17,7 @@ from zerobubble.costs import OFFLOADABLE, Costs
 from zerobubble.errors import InputError, shown
 from zerobubble.ir import Kind, Placement
 from zerobubble.partition import Layer
+from zerobubble.runtime.measure.memory_meter import storages_of
 from zerobubble.runtime.measure.profile import (
     MeasuredHead,
     Progress,
@@ -32,6 +34,7 @@ from zerobubble.runtime.stage.saved_tensors import MovableBytes
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.batch import StepInputs
 from zerobubble.runtime.step.runner import StepRunner
+from zerobubble.runtime.values.stateful import is_wrapper, state_of
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Timeline
 
@@ -211,7 +214,7 @@ def _with_loss(measured: list[PartCost], costs: Costs) -> PartCost:
 
 
 def _layer(part: Part, cost: PartCost, message: int) -> Layer:
-    kept = trained_bytes(part.module.parameters())
+    kept = trained_bytes(part.module.parameters()) + bytes_beside(part.module)
     return Layer(*cost, kept, message, part.name.removeprefix(f"{part.block}."), part.block)
 
 
@@ -223,7 +226,21 @@ MASTER_BYTES = 4
 
 def trained_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Returns the bytes of these parameters, including gradients and Adam's state for those that require a gradient."""
-    return sum(parameter.numel() * (parameter.element_size() + _training_bytes(parameter)) for parameter in parameters)
+    return sum(_own_bytes(parameter) + parameter.numel() * _training_bytes(parameter) for parameter in parameters)
+
+
+def _own_bytes(parameter: nn.Parameter) -> int:
+    """Returns the bytes of the elements of a parameter; for a wrapper, of the tensors inside."""
+    return sum(storage.nbytes() for storage in storages_of(parameter)) if is_wrapper(parameter) else parameter.nbytes
+
+
+def bytes_beside(module: nn.Module) -> int:
+    """Returns the bytes that `module` keeps beside its parameters: its buffers, and what belongs to quantized weights, such as scales."""
+    beside = chain(module.buffers(), (tensor for part in module.modules() for _, tensor in state_of(part)))
+    with torch._C.DisableTorchFunctionSubclass():  # a released tensor has no values, but a storage
+        own = {storage._cdata for tensor in module.parameters() for storage in storages_of(tensor)}
+        found = {storage._cdata: storage.nbytes() for tensor in beside for storage in storages_of(tensor)}
+    return sum(size for storage, size in found.items() if storage not in own)
 
 
 def _training_bytes(parameter: nn.Parameter) -> int:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.sparse import is_sparse
+from zerobubble.runtime.values.stateful import is_wrapper
 
 Explain = Callable[[str], InputError]
 """Returns the error that a use of a released tensor raises: of its "values" or its "gradient"."""
@@ -58,14 +59,14 @@ _GUARDED = "_guarded"
 def release(tensor: Tensor, explain: Explain) -> None:
     """Frees the memory of `tensor`, and makes every use of its values raise `explain("values")`.
 
-    Memory of sparse tensors, and of subclasses other than DTensor, such as quantized tensors, is not freed.
+    Memory of sparse tensors is not freed. The tensors inside of a wrapper are released on their own.
     """
     if _GUARDED in tensor.__dict__:
         _end_guard(tensor)
     before = _Release(explain, type(tensor), () if is_sparse(tensor) else tuple(tensor.stride()))
     if isinstance(tensor, DTensor):
         tensor._local_tensor = _empty_like(tensor._local_tensor)
-    elif not hasattr(tensor, "__tensor_flatten__") and not is_sparse(tensor):
+    elif not is_wrapper(tensor) and not is_sparse(tensor):
         tensor.data = _empty_like(tensor)
     tensor.__dict__[_RELEASED] = before
     tensor.__class__ = _released_kind(before.kind)
@@ -73,11 +74,14 @@ def release(tensor: Tensor, explain: Explain) -> None:
 
 @making_tensors()
 def refill(tensor: Tensor, value: Tensor) -> None:
-    """Makes a released `tensor` usable again, with the memory of `value`; for a DTensor, this is its local part."""
+    """Makes a released `tensor` usable again, with the memory of `value`; for a DTensor, this is its local part.
+
+    A wrapper has no memory of its own.
+    """
     tensor.__class__ = tensor.__dict__.pop(_RELEASED).kind
     if isinstance(tensor, DTensor):
         tensor._local_tensor = value
-    else:
+    elif not is_wrapper(tensor):
         tensor.data = value
 
 

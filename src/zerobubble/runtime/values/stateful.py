@@ -1,0 +1,96 @@
+"""Stateful tensors: parameters and buffers to which further tensors belong, such as the quantized weights of other libraries.
+
+A library keeps the tensors that belong to a quantized weight, such as its scales, in one of these places:
+
+- inside the weight, which is only a wrapper (`__tensor_flatten__`), as torchao does;
+- in attributes of the weight, as bitsandbytes does in 4 bits (`weight.quant_state.absmax`);
+- in attributes of the weight's module, as bitsandbytes does in 8 bits (`module.state.SCB`).
+
+This state goes where the weight goes: into shape-only copies, out of memory, and back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_OURS = __name__.partition(".")[0] + "."
+_PLAIN = {Tensor, nn.Parameter, getattr(nn, "Buffer", Tensor)}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def own_type(tensor: Tensor) -> type[Tensor]:
+    """Returns the class of `tensor`, or the class that it had before this package changed it, such as to release it."""
+    return next(kind for kind in type(tensor).__mro__ if not kind.__module__.startswith(_OURS))
+
+
+def is_stateful(tensor: Tensor) -> bool:
+    """Returns whether further tensors may belong to `tensor`: it has a class of its own, or is a parameter of integers."""
+    kind = own_type(tensor)
+    if kind in _PLAIN:
+        return isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex())
+    return not issubclass(kind, DTensor) and not is_lazy(tensor)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Returns whether a stateful `tensor` has no memory except that of the tensors inside."""
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
+
+
+def parts_of_wrapper(tensor: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors directly inside a wrapper, by the names of its attributes."""
+    names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return {name: getattr(tensor, name) for name in names}
+
+
+def tensors_inside(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors in `value`, its attributes and nested containers, except those of modules, with their paths from `name`."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
+    left = [(name, value)]
+    while left:
+        path, each = left.pop()
+        if id(each) in seen or isinstance(each, (nn.Module, type)):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Tensor):
+            yield path, each
+        elif isinstance(each, Mapping):
+            left += [(f"{path}.{key}", part) for key, part in each.items()]
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
+            left += [(f"{path}.{number}", part) for number, part in enumerate(each)]
+        left += [(f"{path}.{key}", part) for key, part in getattr(each, "__dict__", {}).items()]
+
+
+def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that belong to the stateful tensors of `module` itself, by their names in it, and no wrappers."""
+    stateful = stateful_tensors(module)
+    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE} if stateful else {}
+    for name, tensor in (*stateful.items(), *chain.from_iterable(tensors_inside(value, name) for name, value in attributes.items())):
+        if is_wrapper(tensor):
+            inner: Iterator[tuple[str, Tensor]] = _inside_wrapper(tensor, name)
+        elif name in stateful:
+            inner = tensors_inside(tensor.__dict__, name)
+        else:
+            inner = iter([(name, tensor)])
+        yield from inner
+
+
+def stateful_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the stateful parameters and buffers of `module` itself, by name."""
+    own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    return {name: tensor for name, tensor in own if is_stateful(tensor)}
+
+
+def _inside_wrapper(tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:
+    for part, inner in parts_of_wrapper(tensor).items():
+        if is_wrapper(inner):
+            yield from _inside_wrapper(inner, f"{name}.{part}")
+        else:
+            yield f"{name}.{part}", inner
