@@ -13,7 +13,7 @@ from tests.procs.quantized import LAYERS, PLACES, WIDTH, adapted
 from tests.procs.ranks import Ranks
 from zerobubble.models.observation.copies import copy_of, other_tensors
 from zerobubble.runtime.measure.memory_meter import storages_of
-from zerobubble.runtime.stage.cut_model import named_tensors
+from zerobubble.runtime.values.stateful import state_of
 
 BYTES = WIDTH * (WIDTH + 8)
 """A quantized weight, with its scales."""
@@ -47,7 +47,8 @@ def error(model: nn.Module, oracle: nn.Module) -> float:
 def bytes_of(model: nn.Module) -> int:
     """The bytes of the storages of all tensors in a model."""
     with torch._C.DisableTorchFunctionSubclass():
-        storages = [storage for _, tensor in named_tensors(model) for storage in storages_of(tensor)]
+        state = [tensor for part in model.modules() for _, tensor in state_of(part)]
+        storages = [storage for tensor in (*model.parameters(), *model.buffers(), *state) for storage in storages_of(tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -78,11 +79,11 @@ def test_adapters_on_quantized_weights_train_as_on_one_device(place: str, schedu
 def split_other_scales(group: Any, place: str) -> None:
     """Ranks whose quantized weights differ in a scale."""
     model = adapted(place)
-    dict(named_tensors(model))[NAMES[place]].mul_(1 + group.rank())
+    dict(state_of(model.get_submodule("2.base")))[NAMES[place]].mul_(1 + group.rank())
     zb.Pipeline(zb.split(model, example=batch()[0][:2]), "1f1b", 6, nn.functional.mse_loss, group=group).close()
 
 
-NAMES = {"attribute": "2.base.weight.state.scale", "module": "2.base.state.scale", "wrapper": "2.base.weight.scale"}
+NAMES = {"attribute": "weight.state.scale", "module": "state.scale", "wrapper": "weight.scale"}
 
 
 @pytest.mark.parametrize("place", NAMES)

@@ -32,8 +32,9 @@ def wrong_options(args: Any, model: nn.Module, mesh: DeviceMesh | None) -> list[
     found += [f"{name}={given!r}: {remedy}" for name, (given, remedy) in wrong.items() if given]
     if args.n_gpu > 1:
         found.append(f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun")
-    if getattr(model, "hf_device_map", None) is not None:
-        found.append("a model with a device_map: load it without one")
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        found.append(f"a model with a device_map of {len(devices)} devices: load it on one, or without a device_map")
     names = mesh.mesh_dim_names or () if mesh is not None else ()
     if mesh is not None and (unknown := [name for name in names if name not in ("pp", *ALIKE)]):
         found.append(f"a mesh along {', '.join(unknown)}: Trainer's models are only replicated, along {', '.join(sorted(ALIKE))}")

@@ -19,10 +19,10 @@ from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.stage.cut_model import StageTensor, attached_tensors, named_tensors
 from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.values.buffers import changing_weights, making_tensors
-from zerobubble.runtime.values.memory import as_memory, local_part
+from zerobubble.runtime.values.memory import local_part
 from zerobubble.runtime.values.released import is_released, local_shape, refill
 from zerobubble.runtime.values.sparse import TensorForm, is_sparse, parts_of
-from zerobubble.runtime.values.stateful import is_stateful, is_wrapper
+from zerobubble.runtime.values.stateful import is_wrapper
 
 _DOING = "gathering the weights of a model"
 
@@ -119,15 +119,11 @@ def make_whole(pipe: Pipeline, model: nn.Module, *, wanted: bool = True) -> None
 
 
 class _Held(NamedTuple):
-    """A tensor that a rank trains: the last of its stages that has it, the form of its local part, None if that cannot be sent.
-
-    A tensor beside a parameter `shares` its memory with this one, as the 8-bit layers of bitsandbytes keep a weight twice.
-    """
+    """A tensor that a rank trains: the last of its stages that has it, the form of its local part, None if that cannot be sent."""
 
     stage: int
     form: TensorForm | None
     kind: str
-    shares: str = ""
 
     @classmethod
     def of(cls, held: StageTensor) -> _Held:
@@ -184,8 +180,6 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
         names = _names_in_stages(runner, tensors)
         held = _held_by(runner, tensors, names)
         mine = {name: _Held.of(of_stage) for name, of_stage in held.items()}
-        for name, parameter in _shared_with_parameters(held).items():
-            mine[name] = mine[name]._replace(shares=parameter)
         shapes = {name: tuple(tensor.shape) if isinstance(tensor, nn.Parameter) else None for name, tensor in tensors.items()}
         from_all = runner.gather(({name: (names[name], shapes[name]) for name in tensors}, mine, wanted), _DOING)
         forms, of_ranks, wants = zip(*from_all, strict=True)
@@ -198,11 +192,7 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
             _refuse_unsent(plan, runner.peers.members)
         _open(runner, plan.values())
         for name, tensor in tensors.items():
-            source = plan[name].held
-            if source is None or not source.shares:
-                _exchange(runner, tensor, held.get(name), plan[name], wanted=wanted)
-            elif wanted and is_released(tensor):
-                refill(tensor, as_memory(tensors[source.shares]))
+            _exchange(runner, tensor, held.get(name), plan[name], wanted=wanted)
         for wrapper in (tensor for tensor in every.values() if wanted and is_wrapper(tensor) and is_released(tensor)):
             refill(wrapper, wrapper)
     return Gathering(tensors, {name: exchange.holders for name, exchange in plan.items()})
@@ -214,14 +204,6 @@ def _held_by(runner: StepRunner, tensors: Mapping[str, Tensor], names: Mapping[s
     of_ids = {id(of_stage.tensor): of_stage for of_stage in own.values()}
     found = {name: of_ids.get(id(tensor)) or own.get(names[name]) for name, tensor in tensors.items()}
     return {name: of_stage for name, of_stage in found.items() if of_stage is not None}
-
-
-def _shared_with_parameters(held: Mapping[str, StageTensor]) -> dict[str, str]:
-    """Returns the parameter with which a quantized weight's state shares all of its memory, by the name of the state."""
-    tensors = {name: tensor for name, of_stage in held.items() if not is_sparse(tensor := local_part(of_stage.tensor))}
-    forms = {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in tensors.items()}
-    parameters = {form: name for name, form in forms.items() if form[0] and is_stateful(tensors[name])}
-    return {name: parameters[form] for name, form in forms.items() if parameters.get(form, name) != name}
 
 
 def _names_in_stages(runner: StepRunner, tensors: Mapping[str, Tensor]) -> dict[str, str]:

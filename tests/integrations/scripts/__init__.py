@@ -14,6 +14,7 @@ NAMES = (
     "lightning_classifier",
     "masked_lm",
     "nano_gpt",
+    "qlora",
     "seq2seq",
     "supervised_tuning",
 )

@@ -25,9 +25,9 @@ from zerobubble.program import Channel
 from zerobubble.runtime.split.stage_with_loss import NAME as LOSS
 from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
 from zerobubble.runtime.stage.absent_attributes import DERIVED_FROM, AbsentAttributes
-from zerobubble.runtime.values.memory import local_part
-from zerobubble.runtime.values.released import guard, is_released, release, unguard
-from zerobubble.runtime.values.stateful import is_wrapper, state_of
+from zerobubble.runtime.values.memory import as_memory, local_part
+from zerobubble.runtime.values.released import guard, is_released, refill, release, unguard
+from zerobubble.runtime.values.stateful import is_wrapper, state_of, stateful_tensors, tensors_inside_wrapper
 from zerobubble.units import named
 
 _SAMPLED = 32
@@ -55,6 +55,14 @@ class StageTensor(NamedTuple):
     tensor: Tensor
 
 
+class _Twin(NamedTuple):
+    """A `tensor` in an attribute that has the memory of the parameter `weight`, and its `name`."""
+
+    name: str
+    tensor: Tensor
+    weight: Tensor
+
+
 class CutModel:
     """The model of which this rank, number `rank` of a pipeline, trains the stages `modules`.
 
@@ -76,6 +84,7 @@ class CutModel:
         self._loss = loss_module(loss_fn)
         self._references = {ref for module in modules.values() for ref in _CUT_FROM.get(stage_alone(module), ())}
         self._is_released = False
+        self._released_twins: list[_Twin] = []
         self._is_guarded = False
         self._watched: _Watched | None = None
         self._hooks: list[RemovableHandle] = []
@@ -110,10 +119,14 @@ class CutModel:
         if self._is_released:
             return
         self._is_released = True
+        twins = [twin for model in self.models for twin in _twins(model)]
         for name, tensor in self._of_others():
             if not is_released(tensor):
                 tensor.grad = None
                 release(tensor, partial(self._error, name))
+        for twin in [twin for twin in twins if is_released(twin.weight)]:
+            self._released_twins.append(twin)
+            release(twin.tensor, partial(self._error, twin.name))
         parts = [part for model in self.models for part in model.modules()]
         self._hooks += [part.register_load_state_dict_pre_hook(_refuse_released) for part in parts]  # type: ignore[no-untyped-call]
         for model in self.models:
@@ -219,6 +232,9 @@ class CutModel:
     def was_gathered(self) -> bool:
         """Notes that the model has trained values until `release` is called again. Returns whether it was released."""
         was_released, self._is_released, self._is_guarded = self._is_released, False, False
+        for twin in [twin for twin in self._released_twins if not is_released(twin.weight)]:
+            refill(twin.tensor, as_memory(twin.weight))
+            self._released_twins.remove(twin)
         self.watch()
         self._attributes.restore()
         for hook in self._hooks:
@@ -268,11 +284,23 @@ def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
 
 
 def attached_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that belong to parameters and buffers: those of `derived_tensors`, and the state of quantized weights."""
+    """Yields the tensors that hold the values of parameters and buffers: those of `derived_tensors`, and those inside wrappers."""
     yield from derived_tensors(module)
     for path, part in module.named_modules(remove_duplicate=False):
-        for name, tensor in state_of(part):
-            yield f"{path}.{name}" if path else name, tensor
+        for own, tensor in stateful_tensors(part).items():
+            for name, inner in tensors_inside_wrapper(tensor, own):
+                yield f"{path}.{name}" if path else name, inner
+
+
+def _twins(module: nn.Module) -> Iterator[_Twin]:
+    """Yields the tensors in attributes that share the memory of a quantized weight, as the 8-bit layers of bitsandbytes keep it twice."""
+    for path, part in module.named_modules():
+        weights = {
+            tensor.data_ptr(): tensor for tensor in stateful_tensors(part).values() if not (is_wrapper(tensor) or is_released(tensor))
+        }
+        for name, tensor in state_of(part) if weights else ():
+            if not is_released(tensor) and tensor.data_ptr() in weights and tensor.data_ptr():
+                yield _Twin(f"{path}.{name}" if path else name, tensor, weights[tensor.data_ptr()])
 
 
 def derived_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ A library keeps the tensors that belong to a quantized weight, such as its scale
 - in attributes of the weight, as bitsandbytes does in 4 bits (`weight.quant_state.absmax`);
 - in attributes of the weight's module, as bitsandbytes does in 8 bits (`module.state.SCB`).
 
-This state goes where the weight goes: into shape-only copies, out of memory, and back.
+This state goes where the weight goes: into shape-only copies, and, as far as it has the weight's numbers, out of memory and back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zerobubble.runtime.values.refusing import Refusing
 
 _OURS = __name__.partition(".")[0] + "."
 _PLAIN = {Tensor, nn.Parameter, getattr(nn, "Buffer", Tensor)}
@@ -56,7 +58,7 @@ def tensors_inside(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     left = [(name, value)]
     while left:
         path, each = left.pop()
-        if id(each) in seen or isinstance(each, (nn.Module, type)):
+        if id(each) in seen or isinstance(each, (nn.Module, type)) or type(each) is Refusing:
             continue
         seen[id(each)] = each
         if isinstance(each, Tensor):
@@ -74,7 +76,7 @@ def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE} if stateful else {}
     for name, tensor in (*stateful.items(), *chain.from_iterable(tensors_inside(value, name) for name, value in attributes.items())):
         if is_wrapper(tensor):
-            inner: Iterator[tuple[str, Tensor]] = _inside_wrapper(tensor, name)
+            inner: Iterator[tuple[str, Tensor]] = tensors_inside_wrapper(tensor, name)
         elif name in stateful:
             inner = tensors_inside(tensor.__dict__, name)
         else:
@@ -88,9 +90,10 @@ def stateful_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in own if is_stateful(tensor)}
 
 
-def _inside_wrapper(tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:
-    for part, inner in parts_of_wrapper(tensor).items():
+def tensors_inside_wrapper(tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors inside a wrapper that have memory, with their paths from `name`; none for another tensor."""
+    for part, inner in parts_of_wrapper(tensor).items() if is_wrapper(tensor) else ():
         if is_wrapper(inner):
-            yield from _inside_wrapper(inner, f"{name}.{part}")
+            yield from tensors_inside_wrapper(inner, f"{name}.{part}")
         else:
             yield f"{name}.{part}", inner
