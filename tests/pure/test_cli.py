@@ -369,7 +369,7 @@ def test_version_in_a_process_of_its_own() -> None:
         ("--version", ["zerobubble.planning.answer", "zerobubble.schedules"]),
         (
             "make 1f1b --ranks 4 --microbatches 8",
-            ["zerobubble.planning.competition", "zerobubble.cli.plan", "zerobubble.explorer", "torch"],
+            ["zerobubble.planning.competition", "zerobubble.cli.plan", "zerobubble.explorer", "importlib.metadata", "torch"],
         ),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
@@ -196,6 +195,8 @@ def _for_torchtitan(found: Given, layers: int | None, output: str | None) -> Non
 
 def _with_messages(found: Given, form: str, torch: str | None) -> str:
     """Returns PyTorch's CSV with messages, for this version or the installed one."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and rarely needed
+
     try:
         return to_torch_comms_csv(found.schedule, torch or version("torch"), WITH_MESSAGES[form])
     except PackageNotFoundError:

@@ -20,7 +20,7 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Problem, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.schedules import known_schedules, make
+from zerobubble.schedules import known_schedules, make, registry
 from zerobubble.simulation import period, simulate
 from zerobubble.slicing import Slice, equal_slices
 from zerobubble.timeline import Timeline
@@ -142,15 +142,15 @@ def read_schedule(file: str) -> Given:
 
 def make_schedule(name: str, shape: Shape) -> Schedule:
     """Makes the known schedule `name`. Raises `InputError` for a count that is missing or too large."""
-    known = known_schedules()
-    if name not in known:
+    recipe = registry.find(name)
+    if recipe is None:
+        known = known_schedules()
         raise InputError(
             "there is no schedule and no file {name!r}: {nearest}known schedules are {known}",
             name=name,
             nearest=near(name, known),
             known=", ".join(known),
         )
-    recipe = known[name]
     if shape.ranks is None or shape.microbatches is None:
         raise lacking(name, shape)
     stages = recipe.stages_per_rank if shape.stages_per_rank is None else shape.stages_per_rank
