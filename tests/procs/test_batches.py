@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -655,6 +656,46 @@ def test_outputs_of_any_class_are_joined_or_listed(world: Ranks) -> None:
     assert uneven["name"] == "last"
     assert uneven["shared"].pad == PAD
     assert [uneven["rows"], alike["rows"]] == [([2, 1], None), (1, None)]
+
+
+class GivesLayouts(nn.Module):
+    """A last stage with outputs whose batch is in other dimensions."""
+
+    def forward(self, x: Tensor) -> Any:
+        n = len(x)
+        return {
+            "second": x.expand(7, n, 2),
+            "third": x.T.expand(5, 2, n),
+            "tokens": x.repeat_interleave(3, 0)[:, :1],
+            "selected": x[x[:, 0] > 0],
+            "statistics": x.sum(0).repeat(3)[:5],
+            "either": x.repeat(3, 1)[:, None].expand(-1, n, -1),
+        }
+
+
+def outputs_of_layouts(group: Any, size: int, dims: dict[str, int | None] | None = None) -> Any:
+    x = torch.linspace(-1, 1, 2 * size, dtype=torch.float64).view(size, 2)
+    with zb.Pipeline(lambda s, _: nn.Identity() if s == 0 else GivesLayouts(), "1f1b", 2, loss_fn, group=group, batch_dims=dims) as pipe:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _, joined = pipe.eval_step(x)
+        return joined, GivesLayouts()(x), [str(warning.message) for warning in caught if "dimension" in str(warning.message)]
+
+
+@pytest.mark.parametrize("size", [5, 8])
+def test_outputs_are_joined_along_their_batch(world: Ranks, size: int) -> None:
+    _, (joined, whole, warned) = world.run(outputs_of_layouts, size, ranks=2)
+    for name in ("second", "third", "tokens", "selected"):
+        assert torch.equal(joined[name], whole[name]), name
+    assert [type(joined[name]) for name in ("statistics", "either")] == [list, list]
+    assert len(warned) == 1
+
+
+def test_outputs_are_joined_along_the_dimension_named(world: Ranks) -> None:
+    _, (joined, whole, warned) = world.run(outputs_of_layouts, 4, {"outputs": 1}, ranks=2)
+    assert torch.equal(joined["tokens"], whole["tokens"])
+    assert [joined[name].shape for name in ("second", "either")] == [whole["second"].shape, (6, 4, 2)]
+    assert not warned
 
 
 def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:

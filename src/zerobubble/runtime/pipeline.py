@@ -38,7 +38,7 @@ from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import profiling
-from zerobubble.runtime.step.batch import BatchDims, StepInputs, join_outputs
+from zerobubble.runtime.step.batch import OUTPUTS, BatchDims, StepInputs, join_outputs
 from zerobubble.runtime.step.captured_step import WITHOUT_STEP
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
@@ -98,7 +98,7 @@ class Pipeline(RefusesModuleCalls):
             sequences (docs/long-sequences.md). By default that of a plan or `Schedule`, otherwise 1. The schedule must support it, and
             attention must be causal and join slices, as `zb.nn.CausalAttention` does.
         batch_dims: By name, the batch dimension of inputs, targets and kwargs if it is not the first; None if all microbatches share one:
-            `{"position_ids": 1, "mask": None}`.
+            `{"position_ids": 1, "mask": None}`. With `"outputs"`, that of the outputs that `eval_step` joins.
         scale: What is scaled for the mean over microbatches: each "loss" before its backward pass, or the summed "gradients", which is
             required by autograd functions that inject the gradient of an auxiliary loss (docs/losses.md). With "none", losses and
             gradients are sums over microbatches, for losses that are already divided.
@@ -306,18 +306,19 @@ class Pipeline(RefusesModuleCalls):
         """Runs forward of one batch, in the forms of `step`, in evaluation mode. Returns the mean loss and the outputs.
 
         The loss is None without targets, and otherwise the same on every rank. The outputs of all microbatches are joined on the rank of
-        the last stage, and None elsewhere: tensors are concatenated along the batch, those without dimensions stacked, equal constants and
-        one object kept once, and anything else becomes a list with one item each; tuples, dicts and dataclasses are joined item by item. A
+        the last stage, and None elsewhere: tensors are concatenated along the batch, which is in dimension 0, in the one that `batch_dims`
+        has for "outputs", or in the only one with the size of the microbatch; those without dimensions are stacked, equal constants and one
+        object kept once, and anything else becomes a list with one item each; tuples, dicts and dataclasses are joined item by item. A
         bidirectional schedule evaluates on its first route.
         """
         self._steps.settle()
-        loss, outputs = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches))
+        loss, outputs, sizes = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches))
         if loss is None:
             explain_none("loss", "eval_step(inputs) returns no loss: give it targets, too")
         if outputs is None:
             explain_none("outputs", f"eval_step returns None for the outputs on rank {self.rank}: the rank of the last stage has them")
             return loss, None
-        return loss, join_outputs(outputs)
+        return loss, join_outputs(outputs, sizes, (self._options.batch_dims or {}).get(OUTPUTS) or 0)
 
     @property
     def schedule(self) -> Schedule:

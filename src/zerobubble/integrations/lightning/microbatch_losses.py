@@ -67,9 +67,9 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
             return None
         outputs, targets, losses = zip(*calls, strict=True)
         weights = self._sizes if self.weight is None else [float(self.weight(of_part)) for of_part in targets]
-        output = join_outputs(outputs)
+        output = join_outputs(outputs, self._sizes)
         with self._draws.joined():
-            whole = float(super().__call__(output, join_outputs(targets)))
+            whole = float(super().__call__(output, join_outputs(targets, self._sizes)))
         parts = Parts([], self._sizes, weights, losses, self._is_sum)
         fault = loss_fault(whole, parts, tolerance_of(output), draws=any(self._draws.parts.values()))
         return None if fault is None else fault._asdict()

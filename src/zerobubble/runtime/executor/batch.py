@@ -35,6 +35,7 @@ class Batch(NamedTuple):
         order: The microbatch at each place of the program. Passes and messages have the numbers of places.
         seed_pass: Takes (stage, microbatch, is_backward) and seeds the random numbers of that pass.
         divided_loss: Replaces `finish` and `seed` if ranks divide the head.
+        sizes: The number of samples of each microbatch, empty if this rank does not know it.
     """
 
     inputs: list[Tensors]
@@ -46,3 +47,4 @@ class Batch(NamedTuple):
     order: Sequence[int]
     seed_pass: Callable[[int, int, bool], None]
     divided_loss: HeadLoss | None = None
+    sizes: Sequence[int] = ()

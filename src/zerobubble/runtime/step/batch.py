@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.arguments import wrong
+from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.batch_objects import FROM_NUMPY, NamedBatch, cut_structures
 from zerobubble.runtime.step.batch_objects import BatchDims as BatchDims
@@ -29,6 +30,8 @@ from zerobubble.runtime.values.payload import (
     unflatten_pytree,
 )
 
+OUTPUTS = "outputs"
+"""The name of the outputs of the model in `batch_dims`."""
 GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
 
@@ -217,25 +220,27 @@ def as_arguments(microbatch: Any) -> Tensors:
     return Payload.from_tensors(tensors, structure)
 
 
-def join_outputs(outputs: Sequence[Any], dim: int = 0) -> Any:
-    """Joins the outputs of all microbatches: tensors are concatenated along `dim`, scalars stacked, and equal values kept once.
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int] = (), dim: int = 0) -> Any:
+    """Joins the outputs of all microbatches: tensors are concatenated along the batch, scalars stacked, and equal values kept once.
 
-    Tuples, dicts and dataclasses, such as the outputs of Transformers, are joined item by item. Outputs that cannot be joined, such as
-    tensors of different sizes, are returned as a list with an item per microbatch. Objects of other classes are never compared.
+    The batch is `dim` if that has the `sizes` of the microbatches, or they are not known, or another one, see `_batch_dim`. Tuples, dicts
+    and dataclasses, such as the outputs of Transformers, are joined item by item. Outputs that cannot be joined, such as tensors of
+    different sizes, are returned as a list with an item per microbatch. Objects of other classes are never compared.
     """
     first = outputs[0]
     kind = type(first)
     if all(isinstance(output, Tensor) for output in outputs):
-        return _joined_tensors(list(outputs), dim)
+        return _joined_tensors(list(outputs), sizes, dim)
+    join = partial(join_outputs, sizes=sizes, dim=dim)
     if isinstance(first, Mapping) and all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
-        joined = {key: join_outputs([output[key] for output in outputs], dim) for key in first}
+        joined = {key: join([output[key] for output in outputs]) for key in first}
         return kind(**joined) if is_dataclass(kind) else joined
     if is_dataclass(kind) and not isinstance(first, Mapping) and all(type(output) is kind for output in outputs):
         names = [field.name for field in fields(kind) if field.init]
-        return replace(first, **{name: join_outputs([getattr(output, name) for output in outputs], dim) for name in names})
+        return replace(first, **{name: join([getattr(output, name) for output in outputs]) for name in names})
     is_sequence = isinstance(first, (tuple, list)) and kind is not torch.Size
     if is_sequence and all(type(output) is kind and len(output) == len(first) for output in outputs):
-        items = [join_outputs(of_each, dim) for of_each in zip(*outputs, strict=True)]
+        items = [join(of_each) for of_each in zip(*outputs, strict=True)]
         return kind(*items) if hasattr(kind, "_make") else kind(items)
     return first if _are_the_same(outputs) else list(outputs)
 
@@ -251,13 +256,38 @@ def _are_the_same(outputs: Sequence[Any]) -> bool:
     return constant is not None and all(constant_of(output) == constant for output in outputs)
 
 
-def _joined_tensors(outputs: list[Tensor], dim: int) -> Tensor | list[Tensor]:
-    if any(output.is_nested for output in outputs):
+def _joined_tensors(outputs: list[Tensor], sizes: Sequence[int], dim: int) -> Tensor | list[Tensor]:
+    if any(output.is_nested for output in outputs) or len({output.dim() for output in outputs}) > 1:
         return outputs
-    other_sizes = {(*output.shape[:dim], *output.shape[dim + 1 :]) if output.dim() > dim else None for output in outputs}
-    if len(other_sizes) > 1 or (None in other_sizes and dim):
+    if not outputs[0].dim():
+        return outputs if dim else torch.stack(outputs)
+    found = _batch_dim([output.shape for output in outputs], sizes, dim) if len(sizes) == len(outputs) and all(sizes) else dim
+    if found is None or found >= outputs[0].dim() or len({(*output.shape[:found], *output.shape[found + 1 :]) for output in outputs}) > 1:
         return outputs
-    return torch.stack(outputs) if other_sizes == {None} else torch.cat(outputs, dim)
+    return torch.cat(outputs, found)
+
+
+def _batch_dim(shapes: Sequence[torch.Size], sizes: Sequence[int], first: int) -> int | None:
+    """Returns the batch dimension of tensors with these shapes, for microbatches of these sizes; None without one.
+
+    It is `first` if that has the sizes, or else the only one that has. Several rows for each sample, such as those of its tokens, or a
+    number of rows that depends on it are in dimension 0. If several dimensions are possible, warns, and returns None.
+    """
+    of_dims = list(zip(*shapes, strict=True))
+    having = [dim for dim, found in enumerate(of_dims) if list(found) == list(sizes)]
+    if first in having:
+        return first
+    varying = [dim for dim, found in enumerate(of_dims) if len(set(found)) > 1]
+    rows_of_sample = {divmod(rows, size) for rows, size in zip(of_dims[0], sizes, strict=True)}
+    has_rows = len(rows_of_sample) == 1 and all(rest == 0 for _, rest in rows_of_sample)
+    possible = sorted({*having, *([0] if has_rows or varying == [0] else [])})
+    if len(possible) > 1:
+        warn_user(
+            f"eval_step returns a list of outputs, one for each microbatch: in the shape {tuple(shapes[0])} of a microbatch of {sizes[0]} "
+            f"samples, the batch may be in dimension {' or '.join(map(str, possible))}; return it in dimension 0, or give "
+            f"zb.Pipeline(..., batch_dims={{{OUTPUTS!r}: {possible[-1]}}})"
+        )
+    return possible[0] if len(possible) == 1 else None
 
 
 def refuse_other_size(what: str, size: int, batch_size: int) -> None:

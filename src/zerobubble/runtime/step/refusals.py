@@ -18,6 +18,7 @@ from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.failure.context import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.mailbox.handshake import RefusedError, StepHandshake
+from zerobubble.runtime.step.batch import OUTPUTS
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.terms import by_rank
@@ -65,7 +66,7 @@ class CallRefusals:
         self._has_compared_dims = True
         names = known()
         of_ranks = self._gather(None if names is None else sorted(names), "comparing batch_dims")
-        if None not in of_ranks and (unknown := sorted(set(dims).difference(*of_ranks))):
+        if None not in of_ranks and (unknown := sorted(set(dims).difference([OUTPUTS], *of_ranks))):
             of_all = sorted(set().union(*of_ranks))
             raise AgreedError(
                 InputError(

@@ -39,7 +39,7 @@ from zerobubble.runtime.stage.hook_reads import hook_fault
 from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
-from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, sample_slices, split_batch
 from zerobubble.runtime.step.captured_step import WITHOUT_STEP, CapturedStep
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
@@ -354,10 +354,11 @@ class StepRunner:
         self._refuse_loss()
         return loss
 
-    def evaluate(self, given: StepInputs, num_microbatches: int | None) -> tuple[Tensor | None, list[Any] | None]:
+    def evaluate(self, given: StepInputs, num_microbatches: int | None) -> tuple[Tensor | None, list[Any] | None, Sequence[int]]:
         """Runs the forwards of a step in evaluation mode.
 
-        Returns the mean loss, None without targets, and the outputs of the microbatches, None on a rank without a last stage.
+        Returns the mean loss, None without targets, the outputs of the microbatches, None on a rank without a last stage, and the numbers
+        of their samples, empty if this rank does not know them.
         """
         executor = self.choose(num_microbatches, trains=False).infer
         self.cut_model.release_if_changed()
@@ -375,8 +376,9 @@ class StepRunner:
         self._num_evaluations += 1
         self._refuse_loss()
         if self.rank not in executor.ends[1]:
-            return loss, None
-        return loss, join_sequences(outputs, executor.program.slices) if executor.program.slices > 1 else outputs
+            return loss, None, ()
+        slices = executor.program.slices
+        return loss, join_sequences(outputs, slices) if slices > 1 else outputs, batch.sizes
 
     def _open(
         self,
@@ -435,7 +437,8 @@ class StepRunner:
         finish = self._losses.finish if self._parted is None else self._losses.store_output
         seed_pass = self.rng.seed_pass_of(self._num_steps, count * slices, evaluation)
         gradient_of = partial(self._losses.gradient_of, seed)
-        return Batch(inputs, finish, gradient_of, known, announced, named, order, seed_pass, self._parted), passes
+        sizes = [rows.stop - rows.start for rows in sample_slices(size, count)] if size else targets.sizes or batch.sizes
+        return Batch(inputs, finish, gradient_of, known, announced, named, order, seed_pass, self._parted, sizes), passes
 
     def _stepped(self) -> Stepped:
         """Returns whether an optimizer of this rank has stepped since the last training step, if any ever has."""

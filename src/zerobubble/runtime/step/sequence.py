@@ -101,4 +101,4 @@ def _narrowed(tensor: Tensor, part: slice, length: int) -> Tensor:
 
 def join_sequences(outputs: Sequence[Any], slices: int) -> list[Any]:
     """Returns the outputs of microbatches, from those of their slices."""
-    return [join_outputs(outputs[first : first + slices], SEQUENCE) for first in range(0, len(outputs), slices)]
+    return [join_outputs(outputs[first : first + slices], dim=SEQUENCE) for first in range(0, len(outputs), slices)]
