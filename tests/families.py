@@ -164,5 +164,6 @@ def difference(ours: Tensor, other: Tensor) -> float:
 
 
 def _in_a_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()).replace("|", "\\|")
+    line = getattr(error, "fields", {}).get("line", "")  # of the machine
+    text = " ".join(str(error).replace(f", in {line}", "").replace(f" in {line}", "").split()).replace("|", "\\|")
     return f"{type(error).__name__}: {text[:600]}"

@@ -167,6 +167,46 @@ class Returning(nn.Module):
         return self.norm(y, back=True) if self.renorm is None else self.renorm(y, x.std(1, keepdim=True).detach())
 
 
+class Momentum(nn.Module):
+    """Two encoders, of which the second follows the first, in the forward unless `in_loop`."""
+
+    def __init__(self, *, in_loop: bool) -> None:
+        super().__init__()
+        self.in_loop = in_loop
+        self.query = nn.ModuleList(nn.Sequential(layer, nn.Tanh()) for layer in row())
+        self.key = copy.deepcopy(self.query).requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.mul_(0.9).add_(query, alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.in_loop:
+            self.update()
+        query, key = x, x
+        for layer in self.query:
+            query = layer(query)
+        for layer in self.key:
+            key = layer(key)
+        return torch.cat((query, key.detach()), 1)
+
+
+class OneHot(nn.Module):
+    """A module without parameters, which reads the largest number of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.one_hot(x.argmax(-1), WIDTH).to(x)
+
+
+class KeepsOnParameter(nn.Linear):
+    """Keeps a copy of its weight in an attribute of the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.org = self.weight.detach().clone()
+        return super().forward(x)
+
+
 def sparse() -> nn.Module:
     model = row()
     model[1].weight = nn.Parameter(torch.eye(WIDTH).to_sparse())
@@ -211,6 +251,9 @@ CASES: dict[str, tuple[Callable[[Any], Any], Stated]] = {
     "argument missing": (lambda _: zb.split(Named(), example={"x": X}), ("example", "scale")),
     "argument unknown": (lambda _: zb.split(Named(), example={**BOTH, "bias": X}), ("example", "bias")),
     "deciding": (lambda _: zb.split(Deciding(), example=X), ("values", "layers.0")),
+    "one_hot": (lambda _: zb.split(row(OneHot(), nn.Linear(WIDTH, WIDTH)), example=X), ("'2'", "test_bad_models.py")),
+    "momentum": (lambda _: zb.split(Momentum(in_loop=False), example=X), ("test_bad_models.py", "zb.gathered(model)", [WIDTH, WIDTH])),
+    "attribute of a parameter": (lambda _: zb.split(row(KeepsOnParameter(WIDTH, WIDTH)), example=X), ("'3'", "'org'", "'weight'")),
     "too few layers": (lambda _: zb.split(lambda: row(), example=X), ("3 parts", "4 stages", "'0'")),
     "no layers": (lambda _: zb.split(nn.Tanh(), example=X), ("parameters", "torch.export", 0)),
 }
@@ -251,6 +294,34 @@ def remedied(group: Any) -> float:
 
 def test_remedies_make_models_right(world: Ranks) -> None:
     assert max(world.run(remedied, ranks=2)) < 1e-6
+
+
+def follows(group: Any) -> float:
+    """The largest error of losses and weights of a momentum encoder that the loop updates inside zb.gathered."""
+    model = Momentum(in_loop=True).double()
+    plain = copy.deepcopy(model)
+    batches = torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(0)).double()
+    target, errors = torch.zeros(8, 2 * WIDTH).double(), []
+    pipe = zb.Pipeline(zb.split(model, example=batches[0]), "1f1b", 4, nn.functional.mse_loss, group=group)
+    optimizers = [torch.optim.SGD(parameters, lr=0.5) for parameters in (pipe.parameters(), plain.query.parameters())]
+    for x in batches:
+        with zb.gathered(model):
+            model.update()
+        plain.update()
+        loss = nn.functional.mse_loss(plain(x), target)
+        loss.backward()
+        errors.append(float((pipe.step(x, target) - loss).detach().abs()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with zb.gathered(model), pipe:
+        pass
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(errors + [float((ours - theirs).detach().abs().max()) for ours, theirs in pairs])
+
+
+def test_a_momentum_encoder_that_the_loop_updates_is_that_of_one_device(world: Ranks) -> None:
+    assert max(world.run(follows, ranks=2)) < 1e-12
 
 
 def around_the_split(group: Any) -> tuple[str, float]:

@@ -16,7 +16,9 @@ from typing import Any
 from torch import nn
 
 from zerobubble.errors import InputError
-from zerobubble.models.observation.stand_in import Current, StandIn, not_of_the_model, placeholder_of
+from zerobubble.models.observation.gradient_code import line_of_call
+from zerobubble.models.observation.placeholders import IN_THE_LOOP, placeholder_of
+from zerobubble.models.observation.stand_in import Current, StandIn, not_of_the_model
 from zerobubble.models.observation.units import join
 
 
@@ -92,8 +94,10 @@ def _to_the_end(iterate: Callable[..., Iterator[Any]], current: Current, *args: 
     yield from iterate(*args, **kwargs)
     if hasattr(current, "forward") and not _is_bookkeeping():
         raise InputError(
-            "code of the model between its parts iterates over all parameters or modules, but a stage has only some",
-            remedy="let each part return its share, call zb.nn.add_loss in the parts, or compute it from the model's output in loss_fn",
+            "code of the model between its parts iterates over all parameters or modules in {line}, but a stage has only some",
+            line=line_of_call(),
+            remedy="for a loss, let each part return its share, call zb.nn.add_loss in the parts, or compute it from the model's output in "
+            f"loss_fn; to change parameters, {IN_THE_LOOP}",
         )
 
 

@@ -201,7 +201,7 @@ class ShapeOnlyUnit:
         recorded.clear()
         self.attributes_set.update(place for place, value in _attributes_in(unit).items() if before.get(place) != value)
         before.clear()
-        refuse_left(self.name, made.left_outside_of(unit), args, kwargs)
+        refuse_left(self.name, made.left_outside_of(unit), args, kwargs, dict(named_tensors_in(unit)))
         _refuse_changed(self.name, arguments, structure, (args, kwargs))
         changed = tuple(
             place
@@ -433,11 +433,29 @@ def _integers(leaf: Any) -> Any:
     return None if not isinstance(leaf, Tensor) or leaf.is_floating_point() else leaf.numpy(force=True).tobytes()
 
 
-def refuse_left(unit: str, left: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises `InputError` if a unit has `left` tensors elsewhere than in its output, naming the argument that holds one."""
+def named_tensors_in(unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers of a unit with their names."""
+    yield from unit.named_parameters(remove_duplicate=False)
+    yield from unit.named_buffers(remove_duplicate=False)
+
+
+def refuse_left(
+    unit: str, left: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], own: Mapping[str, Tensor] | None = None
+) -> None:
+    """Raises `InputError` if a unit has `left` tensors elsewhere than in its output, naming the argument or its `own` tensor with them."""
     if not left:
         return
     refuse_left_in_arguments(unit, left, args, kwargs)
+    for name, tensor in (own or {}).items():
+        for attribute, value in vars(tensor).items():
+            if not {id(each) for each in tensors_inside(value)}.isdisjoint(map(id, left)):
+                raise InputError(
+                    f"{_LEAVES} in attribute {{attribute!r}} of its tensor {{name!r}}; {_WOULD_LACK}",
+                    unit=unit,
+                    attribute=attribute,
+                    name=name,
+                    remedy="assign it to an attribute of the module instead",
+                )
     raise InputError(
         f"{_LEAVES} with a hook or a global variable that records them; {_WOULD_LACK}",
         unit=unit,

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import DirectParameter, RandomDraw, Sources, UnitCall
 from zerobubble.models.observation.gradient_code import line_of_call, parameter_code, uses_parameter_gradients
+from zerobubble.models.observation.placeholders import IN_THE_LOOP, is_placeholder
 from zerobubble.runtime.values.released import is_released
 
 _aten = torch.ops.aten
@@ -222,11 +223,12 @@ def written_tensors(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 def _refuse_changed_parameters(written: Iterable[Tensor], sources: Mapping[Tensor, Sources]) -> None:
     for tensor in written:
-        if isinstance(tensor, nn.Parameter) and tensor in sources:
+        if isinstance(tensor, nn.Parameter) and (tensor in sources or is_placeholder(tensor)):
             raise InputError(
-                "code of the model between its parts changes parameter {parameter} in place, but stages without it cannot repeat that",
-                parameter=named(sources[tensor]),
-                remedy="change it in a part that holds it, or after optimizer.step()",
+                "code of the model between its parts changes {parameter} in place in {line}, but stages without it cannot repeat that",
+                parameter=f"parameter {named(sources[tensor])}" if tensor in sources else f"a parameter of shape {list(tensor.shape)}",
+                line=line_of_call(),
+                remedy=f"change it in a part that holds it, or {IN_THE_LOOP}",
             )
 
 
@@ -263,19 +265,21 @@ class _BypassesOfTheDispatcher(TorchFunctionMode):
 def data_dependent(sources: Sources, operation: str) -> InputError:
     """Returns the error for code that reads values which not every stage has."""
     return InputError(
-        "code of the model between its parts reads values that come from {sources} (by {operation}); stages without them "
+        "code of the model between its parts reads values that come from {sources} (by {operation}, in {line}); stages without them "
         "cannot branch on them",
         sources=named(sources),
         operation=operation,
+        line=line_of_call(),
         remedy="move that code into a part, a module with parameters, or use tensor operations such as torch.where",
     )
 
 
 def _goes_back(func: Any, sources: Sources) -> InputError:
     return InputError(
-        "code of the model between its parts calls {function}() of autograd on values from {sources}, but no stage has "
+        "code of the model between its parts calls {function}() of autograd in {line} on values from {sources}, but no stage has "
         "all parts of that backward pass",
         function=func.__name__,
+        line=line_of_call(),
         sources=named(sources),
         remedy="call it inside of a part, or in loss_fn",
     )

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import OutputForm
+from zerobubble.models.observation.placeholders import placeholder_of
 from zerobubble.models.observation.shape_only import ShapeOnlyUnit, untouched_zeros
 from zerobubble.runtime.device import is_host
 
@@ -131,13 +132,6 @@ def placeholder_like(tensor: Tensor, device: torch.device) -> Tensor:
     On the CPU if `device` is the meta device, because code around the units computes real values.
     """
     return placeholder_of(tensor.shape, tensor.dtype, device)
-
-
-def placeholder_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns what `placeholder_like` returns for a tensor of this shape and dtype."""
-    device = torch.device("cpu") if device == _META else device
-    number = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), number, dtype=dtype, device=device).expand(shape)
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
