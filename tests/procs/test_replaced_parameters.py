@@ -139,5 +139,32 @@ def untied_on_one_rank(group: Any) -> None:
     assert losses == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+def tied_later(group: Any, schedule: str) -> None:
+    model = untied()
+    pipe = zb.Pipeline(zb.split(model, example=batches()[0]), schedule, 4, loss_fn, group=group)
+    model.head.weight = model.embedding.weight
+    expected = of_one_device(copy.deepcopy(model), batches(), changes=False)
+    if schedule == "1f1b":
+        for call in (pipe.step, pipe.eval_step):
+            with raises(zb.InputError, "embedding.weight", "head.weight"):
+                call(batches()[0], batches()[0])
+        with zb.gathered(model), pipe:
+            pass
+        model.head.weight = model.embedding.weight
+        pipe = zb.Pipeline(zb.split(model, example=batches()[0]), schedule, 4, loss_fn, group=group)
+    optimizer, losses = optimizer_of(pipe.parameters()), []
+    for x in batches():
+        optimizer.zero_grad()
+        losses.append(float(pipe.step(x, x).detach()))
+        optimizer.step()
+    pipe.close()
+    assert losses == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_weights_that_are_tied_later_are_refused_unless_one_rank_holds_them(schedule: str, world: Ranks) -> None:
+    world.run(tied_later, schedule, ranks=2)
+
+
 def test_a_head_that_is_untied_on_one_rank_trains_as_on_one_device(world: Ranks) -> None:
     world.run(untied_on_one_rank, ranks=2)
