@@ -343,11 +343,11 @@ def test_cuts_with_more_room_save_searches(placement: Placement, monkeypatch: py
     fullest = max(figures(layers, placement, relaxed.cuts, 4)[2])
     run = Annealing.run
     monkeypatch.setattr(Annealing, "run", lambda self, seed=0: runs.append(seed) or run(self, seed))
-    assert fitting_cut(layers, placement, Limits((fullest,) * placement.num_ranks), 4, relaxed=relaxed) == relaxed
+    assert fitting_cut(layers, placement, Limits((fullest,) * placement.num_ranks), 4, relaxed=relaxed.cuts) == relaxed
     assert runs == []
     even = sum(each.parameters_bytes + 4 * each.held_after_f for each in layers) // placement.num_ranks
     tight = Limits((max(even * 101 // 100, min(fullest - 1, even * 102 // 100)),) * placement.num_ranks)
-    found = fitting_cut(layers, placement, tight, 4, relaxed=relaxed)
+    found = fitting_cut(layers, placement, tight, 4, relaxed=relaxed.cuts)
     assert found is not None
     assert len(runs) == 2
     assert found == cut_layers(layers, placement, tight, 4)

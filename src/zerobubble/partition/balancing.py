@@ -195,17 +195,16 @@ def fitting_cut(
     limits: Limits | None,
     held: int | Schedule,
     speeds: Sequence[float] = (),
-    relaxed: LayerCut | None = None,
+    relaxed: Cuts | None = None,
 ) -> LayerCut | None:
     """Returns the cut of `cut_layers`; None if no cuts fit the limits.
 
-    `relaxed` is a cut found for fewer held activations. If no exact method applies and it fits, it is returned without a search.
+    `relaxed` are known cuts. If no exact method applies and they fit, they are returned without a search.
     """
     _require_fit(layers, placement, limits, held)
     known = as_speeds(speeds, placement.num_ranks)
     bound = cut_bound(layers, placement, known)
-    start = None if relaxed is None else relaxed.cuts
-    found = _cuts(Loads.from_layers(layers, known), placement, capacities_of(placement, limits, held, known), bound.time, start)
+    found = _cuts(Loads.from_layers(layers, known), placement, capacities_of(placement, limits, held, known), bound.time, relaxed)
     if found is None:
         return None
     cuts, is_best = found

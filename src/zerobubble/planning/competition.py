@@ -253,6 +253,8 @@ class _Competition:
                     if not any(one.candidate.target == twin.target and rank_key(one.best) <= rank_key(grown.best) for one in entries):
                         axis.show([one.best for one in (*entries, grown)], self.progress)
                         yield grown
+                    if perf_counter() > until:
+                        return
 
     @property
     def _spent(self) -> float:

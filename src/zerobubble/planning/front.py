@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 from zerobubble.arguments import COUNT, NUMBER, WHOLE, each, either, instance, optional, takes
 from zerobubble.costs import Costs, Level, Limits
@@ -27,6 +28,9 @@ from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Objective, Problem, is_forward_only, without_held
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
+
+FOR_CUTS = 0.15
+"""Share of the seconds to search for balanced cuts."""
 
 LAYERS = each(Layer)._replace(accepts=lambda given: each(Layer).accepts(given) and len(given) > 0)
 
@@ -139,7 +143,7 @@ def plan(
     if isinstance(work, (Workload, Costs)):
         in_budget = partial(search, budget=budget, seed=seed)
         return _plan_stages(work, num_microbatches, memory, placements, aim, asked, in_budget)
-    layers = _layers_choices(work, num_microbatches, memory, placements, aim, asked)
+    layers = _layers_choices(work, num_microbatches, memory, placements, aim, asked, budget)
     return search(None if head is None else HeadParts(head), layers.problems, budget, seed, outermost=(layers,))
 
 
@@ -195,6 +199,7 @@ def _layers_choices(
     placements: Placements | None,
     aim: Objective,
     asked: AskedAxes,
+    budget: Budget,
 ) -> LayersChoices:
     """The cuts of the layers on each placement."""
     places = _placements_of_layers(placements, memory, asked.speeds or asked.links)
@@ -203,7 +208,9 @@ def _layers_choices(
     _require_messages(links, [layer.output_comm for layer in work], "output_comm of the layers")
     limits = limits_for_layers(work, num_ranks, memory)
     uncut = UncutLayers(tuple(work), num_microbatches, limits, aim, speeds, links, asked.shares, asked.sharded)
-    return LayersChoices.on(places, uncut, asked.head, asked.offered, has_host=asked.host is not None)
+    return LayersChoices.on(
+        places, uncut, asked.head, asked.offered, has_host=asked.host is not None, until=budget.part(FOR_CUTS).end(perf_counter())
+    )
 
 
 def _over_links(work: Workload | Costs, links: Sequence[float], placement: Placement) -> Workload | Costs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from operator import add
 from time import perf_counter
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.offload import offload_faults
 from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, stage_costs
-from zerobubble.partition.balancing import fitting_cut
+from zerobubble.partition.balancing import fitting_cut, quick_cuts
 from zerobubble.partition.local_search import moves
 from zerobubble.partition.speeds import Links, Speeds
 from zerobubble.planning.answer import Plan, Saving
@@ -75,21 +76,30 @@ class UncutLayers:
         limits = self.limits_of(cut.cuts, cut.placement, costs)
         return Problem(cut.placement, self.num_microbatches, costs, limits, self.objective, cut=cut)
 
-    def cut(self, placement: Placement, layers: Sequence[Layer] = ()) -> LayerCut:
-        """The best cut that leaves memory for one microbatch, of other `layers` if given; raises as `cut_layers` does."""
-        found = replace(cut_layers(layers or self.layers, placement, self.limits, speeds=self.speeds), links=self.links)
+    def cut(self, placement: Placement, until: float, layers: Sequence[Layer] = ()) -> LayerCut:
+        """The best cut that leaves memory for one microbatch, of other `layers` if given; raises as `cut_layers` does.
+
+        Once the clock has passed `until`, it is the cut that descent from an even one reaches, if that fits.
+        """
+        own = layers or self.layers
+        known = quick_cuts(own, placement) if perf_counter() > until else None
+        found = fitting_cut(own, placement, self.limits, 1, self.speeds, known) or cut_layers(own, placement, self.limits, 1, self.speeds)
+        found = replace(found, links=self.links)
         return replace(found, layers=self.layers, bound=0, reason="") if layers else found
 
-    def balanced(self, placement: Placement) -> Problem:
+    def balanced(self, placement: Placement, until: float) -> Problem:
         """The problem of a balanced cut, which leaves memory for the number of microbatches with the lowest bound, the fewest of several.
 
-        A cut that leaves memory for only one may balance times better, but its ranks would wait for each other. Raises `InputError` if
-        nothing fits.
+        A cut that leaves memory for only one may balance times better, but its ranks would wait for each other. Once the clock has passed
+        `until`, no other number is tried. Raises `InputError` if nothing fits.
         """
-        first = self.cut(placement)
+        first = self.cut(placement, until)
         best = self.problem(first)
         held, most = 2, 0 if self.limits is None else min(placement.num_ranks, self.num_microbatches)
-        while held <= most and (fitting := fitting_cut(self.layers, placement, self.limits, held, self.speeds, first)) is not None:
+        while held <= most and perf_counter() < until:
+            fitting = fitting_cut(self.layers, placement, self.limits, held, self.speeds, first.cuts)
+            if fitting is None:
+                break
             best = min(best, self.problem(replace(fitting, links=self.links)), key=_promise)
             held *= 2
         return best
@@ -130,8 +140,11 @@ class LayersChoices(ChoicesOfAxis):
         offered: Sequence[Level] = (),
         *,
         has_host: bool = False,
+        until: float = inf,
     ) -> LayersChoices:
         """The choices on these placements, with cuts that suit a whole `head`, and forwards that keep less with recomputation or offload.
+
+        Balanced cuts are searched for until the clock passes `until`; then quick ones do.
 
         Raises `InputError` as `cut_layers` does if no placement can be cut, and for levels that differ between stages.
         """
@@ -149,7 +162,7 @@ class LayersChoices(ChoicesOfAxis):
         starts: dict[str, tuple[Problem, ...]] = {}
         reasons: dict[str, list[str]] = {}
         for name, placement in placements.items():
-            made, reason = _starts(uncut, placement, others)
+            made, reason = _starts(uncut, placement, others, until)
             if made:
                 starts[name] = made
             else:
@@ -268,8 +281,10 @@ class LayersChoices(ChoicesOfAxis):
 
     def _with_bound(self, plan: Plan) -> Plan:
         """The plan with the bound on the slowest rank of any cut that can run."""
-        free = cut_layers(self.uncut.layers, plan.placement, self.bounding, speeds=self.uncut.speeds)
-        return replace(plan, problem=replace(plan.problem, cut=replace(_cut(plan), bound=free.bound, reason=free.reason)))
+        known = _cut(plan)
+        free = fitting_cut(known.layers, plan.placement, self.bounding, 1, known.speeds, known.cuts)
+        assert free is not None, "the plan runs on one"
+        return replace(plan, problem=replace(plan.problem, cut=replace(known, bound=free.bound, reason=free.reason)))
 
 
 def _promise(problem: Problem) -> tuple[bool, int]:
@@ -277,17 +292,17 @@ def _promise(problem: Problem) -> tuple[bool, int]:
     return bool(problem.shortage_reason), problem.bound().time
 
 
-def _starts(uncut: UncutLayers, placement: Placement, others: Sequence[Sequence[Layer]]) -> tuple[tuple[Problem, ...], str]:
+def _starts(uncut: UncutLayers, placement: Placement, others: Sequence[Sequence[Layer]], until: float) -> tuple[tuple[Problem, ...], str]:
     """The problems on cuts to start from, and the reason why there is no balanced one."""
     made, reason = dict[tuple[int, ...], Problem](), ""
     try:
-        balanced = uncut.balanced(placement)
+        balanced = uncut.balanced(placement, until)
         made[balanced.layers_per_stage] = balanced
     except InputError as error:
         reason = str(error)
     for other in others:
         with suppress(InputError):
-            problem = uncut.problem(uncut.cut(placement, other))
+            problem = uncut.problem(uncut.cut(placement, until, other))
             made.setdefault(problem.layers_per_stage, problem)
     return tuple(made.values()), reason
 
