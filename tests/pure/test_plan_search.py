@@ -24,10 +24,15 @@ from tests.refusals import raises, states
 from tests.thinned import every
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
+from zerobubble.costs import UNIT_BYTES
 from zerobubble.errors import InputError
+from zerobubble.planning.attempt import Attempt
+from zerobubble.planning.candidate import Candidate, Entry
+from zerobubble.planning.competition import solve
 from zerobubble.planning.kernels import load_kernels, search_state
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.workload import Workload
+from zerobubble.planning.rounds import most_promising
 from zerobubble.planning.search import Progress, SearchResult, search
 from zerobubble.planning.transforms import fused_for_memory
 from zerobubble.schedules import SCHEDULES
@@ -375,3 +380,16 @@ except InputError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     states(done.stdout, "zerobubble[plan]", "llvmlite", "planner")
+
+
+def test_candidates_that_would_be_searched_alike_take_turns_last() -> None:
+    """Twice a limit that does not bind makes the same search; a candidate without a plan comes behind those with one."""
+    placement, costs = Placement.linear(2), Costs.uniform(2, (10, 10, 8))
+    limits = [Limits((factor * UNIT_BYTES,) * 2) for factor in (8, 16)]
+    known = {}
+    for place, (limit, slower) in enumerate([(limits[0], 1), (limits[1], 1), (limits[0], 2), (limits[0], 1.5)]):
+        problem = Problem(placement, 4, costs.scaled(slower), limit)
+        made = solve(problem, seconds=0)
+        entry = Entry(Candidate("linear", problem, problem), Attempt("linear", made), made.bound, (made,))
+        known[place] = replace(entry, plans=()) if slower == 1.5 else entry
+    assert most_promising(known, range(4)) == [0, 2, 3, 1]

@@ -15,6 +15,7 @@ from time import perf_counter
 
 from zerobubble.arguments import NUMBER, WHOLE, optional, takes
 from zerobubble.bounds import Bound
+from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Schedule
@@ -162,7 +163,7 @@ class _Competition:
         self.entries: list[Entry] = []
         self.bounds: dict[Problem, Bound] = {}
         self.refusals: list[InputError] = []
-        self.replayed: list[Plan] = []
+        self.replayed: set[tuple[Schedule | None, Costs]] = set()
 
     def plan(self, problems: Mapping[str, Problem]) -> Plan:
         """The best plan, finished by each axis."""
@@ -231,12 +232,12 @@ class _Competition:
         if (self.budget.seconds <= 0 and self.budget.evaluations is None) or any(one.attempt.interrupted for one in entries):
             return
         able = sorted((one for one in entries if one.plans and not one.candidate.is_compared), key=lambda one: rank_key(one.best))
-        for entry in able[:GROWN]:
-            if not any(plan is entry.best for plan in self.replayed):
-                self.replayed.append(entry.best)
-                for more in islice(self._near(entry, entries), MOST_NEAR):
-                    yield more
-                    entries = (*entries, more)
+        new = [one for one in able if (one.best.order, one.best.costs) not in self.replayed]
+        for entry in list({(one.best.order, one.best.costs): one for one in reversed(new)}.values())[: -GROWN - 1 : -1]:
+            self.replayed.add((entry.best.order, entry.best.costs))
+            for more in islice(self._near(entry, entries), MOST_NEAR):
+                yield more
+                entries = (*entries, more)
 
     def _near(self, entry: Entry, entries: Sequence[Entry]) -> Iterator[Entry]:
         """The entry with nearby choices of axes, of which those come first on which its best order is shortest."""

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Self
 
 from zerobubble.bounds import Bound
+from zerobubble.costs import Costs
 from zerobubble.planning.attempt import Budget, ProgressCallback, bound_by_windows, with_bound, with_list_schedule
 from zerobubble.planning.candidate import Entry
 from zerobubble.planning.in_steps import improve_in_steps
@@ -88,13 +89,27 @@ def _search_rounds(
         for entry in () if grow is None else grow(list(known.values())):
             yield len(known), entry
         left = [place for place in open_entries(known) if turn == 0 or not known[place].candidate.is_compared]
-        left = (left if most is None else sorted(left, key=lambda place: known[place].promise))[:keep]
+        left = (left if most is None else most_promising(known, left))[:keep]
         for done, place in enumerate(left, turn * len(left)):
             if most is not None and perf_counter() > budget.end(started):
                 return
             part = budget.share(rounds * len(left), done, perf_counter() - started)
             yield place, known[place].after(improve_in_steps(known[place].attempt, part, seed + turn, on_progress))
         keep = max(ceil(len(left) / 2), least)
+
+
+def most_promising(known: Mapping[int, Entry], places: Sequence[int]) -> list[int]:
+    """The places of the most promising entries first. Those that would be searched as another one comes behind, as does one without a plan.
+
+    Limits that do not bind, such as two with headroom, make such problems: the search for one finds the orders of the other.
+    """
+    ranked = sorted(places, key=lambda place: (not known[place].plans, known[place].promise))
+    first: dict[tuple[str, Costs, int | None], int] = {}
+    for place in ranked:
+        plan = known[place].attempt.plan
+        first.setdefault((known[place].candidate.name, plan.costs, plan.time), place)
+    others = set(ranked).difference(first.values())
+    return [*first.values(), *(place for place in ranked if place in others)]
 
 
 LEAST_ROUNDS, LEAST_KEPT = 4, 2
