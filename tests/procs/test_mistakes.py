@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -229,3 +230,22 @@ def test_errors_of_torch_in_the_first_lines_of_a_program_get_a_remedy(tmp_path: 
         last = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"].splitlines()[-1]
         error_file.forget_error_file()
     states(last, "rank 0", *stated, foreign=text)
+
+
+def warned_of_batches(group: Any, seed: int, last_rank_only: bool) -> list[str]:
+    torch.manual_seed(seed * group.rank())
+    inputs, targets = torch.rand(8, 5), torch.rand(8, 5)
+    with zb.Pipeline(linear, "1f1b", M, MSE, group=group) as pipe, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipe.step(inputs, None if last_rank_only and pipe.rank == 0 else targets)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(("seed", "last_rank_only", "are_warned"), [(1, False, [0, 1]), (0, False, [0, 0]), (1, True, [0, 0])])
+def test_batches_that_differ_between_ranks_are_noticed_once(world: Ranks, seed: int, last_rank_only: bool, are_warned: list[int]) -> None:
+    """Inputs come from the rank of the first stage and targets from that of the last one, which a DistributedSampler gives others."""
+    found = world.run(warned_of_batches, seed, last_rank_only, ranks=2)
+    assert list(map(len, found)) == are_warned
+    for message in found[1]:
+        states(message, "rank 0", "rank 1", "DistributedSampler", "None")

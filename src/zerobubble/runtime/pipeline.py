@@ -274,6 +274,7 @@ class Pipeline(RefusesModuleCalls):
                 the batch in dimension 0, or where `batch_dims` says, and are split, with larger microbatches first. All other values, and
                 tensors of size 1 there, go to every microbatch. A list holds the microbatches themselves, of any shapes.
             targets: Targets in the same forms, needed on the rank of the last stage. A bidirectional schedule has one such rank per route.
+                Ranks that are given inputs and targets need the same batch; the first step warns if the first and the last have others.
             kwargs: Named arguments for stages of this rank. Tensors of the batch size are split; a list has a dict for each microbatch.
             num_microbatches: Another number of microbatches, for which the named schedule is played.
             scaler: Scales gradients; call `unscale_` after the step.

@@ -25,6 +25,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import KINDS
@@ -52,8 +53,9 @@ class StepStart:
 
     Messages between ranks from position `announced_from` of the chain on announce their shapes: 0 means all of them, the number of ranks
     means none. `num_microbatches`, `evaluating` and `digest`, of its text, identify the schedule. Unless `more` is 0, a `StepOrder` of so
-    many numbers follows. `stepped` says whether an optimizer of the sending rank has stepped since the last training step. A call that the
-    first rank refuses has no microbatches.
+    many numbers follows. `stepped` says whether an optimizer of the sending rank has stepped since the last training step. `data` is the
+    digest of the inputs and targets that the first rank was given, 0 if it is not known. A call that the first rank refuses has no
+    microbatches.
     """
 
     topic: ClassVar[Topic] = Topic.STEP
@@ -67,9 +69,10 @@ class StepStart:
     digest: int
     more: int = 0
     stepped: Stepped = Stepped.UNKNOWN
+    data: int = 0
 
     def numbers(self) -> tuple[int, ...]:
-        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule, self.more, self.stepped)
+        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule, self.more, self.stepped, self.data)
 
     @classmethod
     def read(cls, numbers: Tensor) -> StepStart:
@@ -78,8 +81,8 @@ class StepStart:
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> StepStart:
         """Returns the start that was written as these `numbers`."""
-        call, key, announced_from, batch_size, num_microbatches, evaluating, digest, more, stepped = numbers
-        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest, more, Stepped(stepped))
+        call, key, announced_from, batch_size, num_microbatches, evaluating, digest, more, stepped, data = numbers
+        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest, more, Stepped(stepped), data)
 
     @property
     def schedule(self) -> tuple[int, bool, int]:
@@ -190,12 +193,14 @@ class StepHandshake:
         form: tuple[int, ...] = (),
         costs: MicrobatchCosts | None = None,
         stepped: Stepped = Stepped.UNKNOWN,
+        data: int = 0,
     ) -> StepMessages:
         """Opens the step of the `call` with this number, for these `inputs` of the first rank.
 
         `form` is what changes with the messages of this rank for the same inputs, such as which parameters require a gradient. With the
         `costs` of the first rank, microbatches take the places that these choose, in passes that were planned ahead if there are any;
-        otherwise the order of the data. Warns once if this rank has `stepped` its optimizer and the rank before it has not, or vice versa.
+        otherwise the order of the data. Warns once if this rank has `stepped` its optimizer and the rank before it has not, or vice versa,
+        and if the inputs and targets of this rank have other `data` than those of the first rank.
 
         Raises `InputError` if this rank is in another call, or plays something else, than the rank that starts the step, and `RefusedError`
         if the first rank refuses the call.
@@ -203,6 +208,7 @@ class StepHandshake:
         if self._parent is None:
             plays = self._compare_lockstep(StepStart(call, 0, 0, batch_size, *self._played), costs)
             start = self._begin(call, [inputs[microbatch] for microbatch in plays.order] if inputs else [], batch_size, plays)
+            start = replace(start, data=data)
         else:
             start = self._receive(self._parent, call)
             self._compare(start, self._parent)
@@ -213,6 +219,7 @@ class StepHandshake:
             start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._peers.rank)))
         self._forms[start.key] = form
         self._compare_steps(start.stepped, stepped)
+        self._compare_data(start.data, data)
         self._forward(start if stepped is Stepped.UNKNOWN else replace(start, stepped=stepped))
         if start.more:
             self._sending += [self._peers.send_control(plays, rank) for rank in self._children]
@@ -317,6 +324,15 @@ class StepHandshake:
             f"an optimizer of rank {stepped} has stepped since the last training step, and none of rank {other} has, so their stages train "
             "differently: decide whether to step from values that all ranks have, such as pipe.clip_grad_norm_(math.inf)",
             stacklevel=2,
+        )
+
+    def _compare_data(self, theirs: int, mine: int) -> None:
+        if 0 in (theirs, mine) or theirs == mine:
+            return
+        first, last = self._members[self._chain[0]], self._me
+        warn_user(
+            f"ranks {first} and {last} were given different batches: inputs of rank {first} train with targets of rank {last}; give both "
+            f"the same batch, with one seed for shuffling and no DistributedSampler, or give None for what a rank does not need"
         )
 
     def _compare(self, start: StepStart, parent: int) -> None:

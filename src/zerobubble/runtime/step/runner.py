@@ -422,7 +422,9 @@ class StepRunner:
         with self._refusals.of_others(executor, outputs):
             form = (*executor.trained, self._stages.num_changes)
             stepped = self._stepped() if outputs is None else Stepped.UNKNOWN
-            opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, form, costs, stepped)
+            pairs_ranks = outputs is None and self._num_steps == 0 and is_first != is_last
+            data = given.digest() if pairs_ranks else 0  # in the first step only, because it reads from the device
+            opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, form, costs, stepped, data)
         known, announced, size, order, passes = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
