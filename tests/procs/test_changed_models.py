@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -270,23 +271,62 @@ def test_no_change_is_ignored(world: Ranks, place: str, when: str) -> None:
     check(world, [cell for cell in CELLS if cell[0] == place], when, "zb-v" if when == "after" else "1f1b")
 
 
+class Settings:
+    """An object of the user's program, of which a forward reads one attribute."""
+
+    def __init__(self) -> None:
+        self.power = 1.0
+        self.rate = 0.1
+
+
+SETTINGS, TABLE, WEIGHT = Settings(), {"weight": 1.0}, 1.0
+
+
+def counter() -> tuple[Callable[[], float], Callable[[float], None]]:
+    """Returns functions that read and set a variable of a closure."""
+    number = 1.0
+
+    def put(value: float) -> None:
+        nonlocal number
+        number = value
+
+    return lambda: number, put
+
+
+read_number, put_number = counter()
+
+
+def reset() -> None:
+    """Gives all that a `Traced` reads elsewhere the values of the start."""
+    SETTINGS.__dict__.update(vars(Settings()))
+    TABLE["weight"] = 1.0
+    globals()["WEIGHT"] = 1.0
+    put_number(1.0)
+    Traced.scale = 1.0
+
+
 class Traced(nn.Module):
     """A model without parts, which is traced."""
 
     shift: Tensor
+    scale = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.rand(WIDTH, WIDTH) for _ in range(4))
         self.register_buffer("shift", torch.rand(WIDTH))
         self.factor = 1.0
+        self.array = np.ones(2)
         self.act = nn.Tanh()
         self.drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
-            x = self.drop(self.act(x @ weight + self.shift)) * self.factor
-        return x
+            x = self.drop(self.act(x @ weight + self.shift)) * self.factor * float(self.array[1])
+        return self.elsewhere(x)
+
+    def elsewhere(self, x: Tensor) -> Tensor:
+        return x * self.scale * SETTINGS.power * TABLE["weight"] * WEIGHT * read_number()
 
 
 OF_TRACES: dict[str, tuple[Callable[[Any], Any], bool]] = {
@@ -303,6 +343,14 @@ OF_TRACES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "deep hook": (lambda model: model.act.register_forward_hook(lambda _, __, output: 2 * output), False),
     "class": (other_class, False),
     "forward": (other_forward, False),
+    "array in place": (lambda model: model.array.__setitem__(1, 2.0), False),
+    "class attribute": (lambda _: setattr(Traced, "scale", 2.0), False),
+    "equal class attribute": (lambda _: setattr(Traced, "scale", float("1.0")), True),
+    "object of the program": (lambda _: setattr(SETTINGS, "power", 2.0), False),
+    "attribute that no forward reads": (lambda _: setattr(SETTINGS, "rate", 2.0), True),
+    "dict of the program": (lambda _: TABLE.update(weight=2.0), False),
+    "variable of the program": (lambda _: globals().update(WEIGHT=2.0), False),
+    "variable of a closure": (lambda _: put_number(2.0), False),
 }
 
 
@@ -320,6 +368,7 @@ def outcomes_of_traces(group: Any) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     for name, (change, _) in OF_TRACES.items():
         torch.manual_seed(0)
+        reset()
         model = Traced().double()
         single = OneDevice(copy.deepcopy(model))
         with zb.Pipeline(zb.split(model, example=batch()[0]), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:

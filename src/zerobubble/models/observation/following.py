@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.runtime.split.python_state.identity import Identity
+from zerobubble.runtime.values.python_objects import is_of_library
+from zerobubble.runtime.values.python_places import array_place
 from zerobubble.runtime.values.shared_values import with_contents
 
 FORWARD_HOOKS = (
@@ -153,11 +155,14 @@ def modules_inside(value: Any, depth: int = _DEPTH) -> list[Any]:
 
 
 def contents_of(value: Any, depth: int = _DEPTH) -> list[Any]:
-    """Returns the objects inside of `value`, to be compared by identity, and the versions of tensors."""
+    """Returns the objects inside of `value`, to be compared by identity, the versions of tensors, and the bytes of arrays."""
     if isinstance(value, Tensor):
         return [_version(value)]
     if isinstance(value, (nn.Module, type)) or callable(value) or not depth:
         return []
+    array = array_place("", value) if is_of_library(type(value).__module__) else None
+    if array is not None:
+        return [*array.read()]
     if isinstance(value, dict):
         inner = [*dict.items(value)]
         inside = [part for pair in inner for part in pair]

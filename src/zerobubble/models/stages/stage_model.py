@@ -43,6 +43,7 @@ from zerobubble.models.observation.recording import Recorder, install_hooks
 from zerobubble.models.observation.seen_tensors import show_on
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units
+from zerobubble.models.stages.code_values import CodeValues
 from zerobubble.models.stages.set_elsewhere import SetElsewhere
 from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.models.stages.slice_cache import SliceArguments
@@ -302,6 +303,7 @@ def stage_model(
     """
     is_last = stage == cut.num_stages - 1
     current, follower, of_traced = _Current(), Follower(is_alone=is_alone), Follower()
+    code_values = None if traced is None else CodeValues(traced)
     if traced is not None:
         for name, module in traced.named_modules():
             of_traced.add(name, module, _InTrace(name, module, traced, model), contents=True)
@@ -333,6 +335,8 @@ def stage_model(
         """Makes the changes of the model since the last call in this stage, and returns whether messages may change."""
         with making_tensors():
             of_traced.follow()
+            if code_values is not None:
+                code_values.refuse_changes()
             follower.follow()
             return observed.follow()
 

@@ -101,6 +101,11 @@ class PythonState:
         self._read_new()
         return True
 
+    @property
+    def names(self) -> set[str]:
+        """The names in the code that was visited, other than constructors."""
+        return self._finder.names
+
     def owners(self) -> set[int]:
         """Returns the `id` of each object that has a place."""
         return {id(place.owner) for place in self._places}
@@ -201,6 +206,7 @@ class _Finder:
         self._seen = {id(value): value for value in left_out}
         """Keeps visited objects alive, since Python reuses the `id` of a freed object."""
         self._variables: dict[int, set[str]] = {}
+        self.names: set[str] = set()
         modules = [root for root in roots if isinstance(root, nn.Module)]
         self._owned = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
         self.visit(GENERATORS[0], random._inst)
@@ -298,7 +304,10 @@ class _Finder:
         if vars(function):
             self.places.append(Attributes(path, vars(function)))
         self.visit_all((path, value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
-        self._visit_namespaces([function.__globals__], names_in(function.__code__))
+        names = names_in(function.__code__)
+        if function.__name__ != "__init__":
+            self.names.update(names)
+        self._visit_namespaces([function.__globals__], names)
 
     def _visit_namespaces(self, namespaces: list[dict[str, Any]], names: Sequence[str]) -> None:
         """Adds the places of variables `names` in global namespaces, and in those of the Python modules that they name."""

@@ -1,0 +1,82 @@
+"""Values outside of a model that its code reads, such as global variables: a trace has their values at the time of tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.values.python_objects import is_constant_code, names_in
+from zerobubble.runtime.values.python_places import Attributes, Content, Elements, Place, Slots, are_same, class_place
+from zerobubble.runtime.values.python_state import GENERATORS, PythonState
+from zerobubble.runtime.values.stored import ABSENT
+
+_ATOMS = (bool, int, float, complex, str, bytes)
+_WRAPPERS = {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
+
+
+class CodeValues:
+    """The values of class attributes, global variables and variables of closures that the forwards of `model` read.
+
+    Those are found by the names in their code. Tensors are left out: a trace reads their numbers in each call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        functions: list[FunctionType] = []
+        places: list[Place] = []
+        kinds = {type(module) for module in model.modules() if not is_constant_code(type(module).__module__)}
+        for kind in kinds:
+            code = dict(_code_of(kind))
+            functions += code.values()
+            names = {name for function in code.values() for name in names_in(function.__code__)} - code.keys()
+            for base in kind.__mro__:
+                data = [name for name in names if name in vars(base) and not callable(vars(base)[name])]
+                if data and not is_constant_code(base.__module__):
+                    places.append(class_place(base, data))
+        state = PythonState(*functions, left_out=[*model.modules(), *kinds])
+        found = state.snapshot()
+        self._names = state.names
+        self._before = [(place, content) for place, content in zip(*found, strict=False) if place.path not in GENERATORS]
+        self._before += [(place, place.read()) for place in places]
+
+    def refuse_changes(self) -> None:
+        """Raises `InputError` if any has changed."""
+        changed = [name for place, content in self._before for name in self._changes(place, content)]
+        if changed:
+            raise InputError(
+                "since zb.split, {changed} changed, which the model's code reads, and its graph keeps the value at the time of tracing",
+                changed=" and ".join(dict.fromkeys(changed)),
+                remedy="undo that; keep a value that changes in a buffer of the model (register_buffer), and change it by fill_ or copy_",
+            )
+
+    def _changes(self, place: Place, before: Content) -> list[str]:
+        now = place.read()
+        if isinstance(place, Elements) or are_same(now, before):
+            return []
+        values, new = dict(place.objects(before)), dict(place.objects(now))
+        if not values and not new:
+            return [place.path]
+        names = [name for name in values | new if not _are_equal(values.get(name, ABSENT), new.get(name, ABSENT))]
+        by_name = isinstance(place, (Attributes, Slots))
+        return [name for name in names if not by_name or name.rpartition(".")[2] in self._names]
+
+
+def _code_of(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
+    """Yields the forward of a class and the methods that it calls, by name."""
+    left, seen = ["forward"], {"forward"}
+    while left:
+        name = left.pop()
+        entry: Any = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        function = getattr(entry, _WRAPPERS[type(entry)]) if type(entry) in _WRAPPERS else entry
+        if isinstance(function, FunctionType) and not is_constant_code(function.__module__):
+            yield name, function
+            new = [other for other in names_in(function.__code__) if other not in seen]
+            seen.update(new)
+            left += new
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _ATOMS) and bool(one == other))
