@@ -1,12 +1,14 @@
-"""Frozen quantized weights with state beside their numbers, wherever a library keeps it: cut, trained, released and gathered."""
+"""Frozen quantized weights with further state, wherever a library keeps it: cut, trained, released and gathered."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 
 import zerobubble as zb
 from tests.procs.quantized import LAYERS, PLACES, WIDTH, adapted
@@ -112,3 +114,29 @@ def test_a_shape_only_copy_has_no_memory_and_no_tensor_of_the_original(place: st
 def test_the_proof_is_in_the_types_of_quantized_weights() -> None:
     split = zb.split(adapted("attribute"), example=batch()[0][:2])
     assert "in its own types" in split.describe(2)
+
+
+def save_and_load(group: Any, place: str, folder: Path) -> float:
+    """The error of a run that goes on from a checkpoint."""
+    x = batch()[0][:2]
+    with zb.Pipeline(zb.split(adapted(place), example=x), "1f1b", 6, nn.functional.mse_loss, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.5)
+        pipe.step(*batch(0)), optimizer.step(), optimizer.zero_grad()
+        zb.save(folder, pipe, optimizer)
+        pipe.step(*batch(1)), optimizer.step()
+        expected = {name: tensor.detach().clone() for stage in pipe.modules.values() for name, tensor in stage.named_parameters()}
+    with zb.Pipeline(zb.split(adapted(place), example=x), "1f1b", 6, nn.functional.mse_loss, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.5)
+        zb.load(folder, pipe, optimizer)
+        pipe.step(*batch(1)), optimizer.step()
+        found = {name: tensor for stage in pipe.modules.values() for name, tensor in stage.named_parameters() if tensor.requires_grad}
+        return max((tensor - expected[name]).abs().max().item() for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_checkpoint_has_the_trained_weights_and_not_the_quantized_ones(place: str, world: Ranks, tmp_path: Path) -> None:
+    assert world.run(save_and_load, place, tmp_path / "saved", ranks=2) == [0, 0]
+    saved = {name.removeprefix("model.") for name in FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata}
+    trained = {name for name, parameter in adapted(place).named_parameters() if parameter.requires_grad}
+    assert trained <= saved
+    assert place == "buffer" or not any(".base." in name for name in saved)

@@ -26,7 +26,7 @@ from zerobubble.models.observation.operations import Operations, parameters_of
 from zerobubble.models.observation.units import Units
 from zerobubble.partition import Layer
 from zerobubble.runtime.split.weight_flops import FlopCounter
-from zerobubble.runtime.step.profiling import bytes_beside, trained_bytes
+from zerobubble.runtime.step.profiling import trained_bytes, untrained_bytes
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.python_state import PythonState
 
@@ -77,7 +77,7 @@ def _layer(name: str, found: Units, calls: Sequence[Estimate], message: int, mac
     forward, backward, weight, saved, pending, _ = map(sum, zip(*calls, strict=True))
     times = [machine.time(count) for count in (forward, backward, weight)]
     unit, block = found.units[name], found.block_of.get(name, "")
-    kept = trained_bytes(parameters_of(unit)) + bytes_beside(unit)
+    kept = trained_bytes(parameters_of(unit)) + untrained_bytes(unit)
     short = name.removeprefix(f"{block}.")
     return Layer(times[0], times[1], times[2], saved, pending, kept, machine.message_time(message), short, block)
 

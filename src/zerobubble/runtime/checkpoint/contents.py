@@ -30,6 +30,7 @@ from zerobubble.runtime.checkpoint.tensor_parts import Mark, Marks, joined, mark
 from zerobubble.runtime.stage.head_part import HeadRows
 from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.values.sparse import is_sparse
+from zerobubble.runtime.values.stateful import stateful_tensors
 
 FORM = 2
 """The version of this form."""
@@ -47,8 +48,19 @@ def parameters_by_name(modules: Mapping[int, nn.Module], names: Names) -> Iterat
 
 
 def state_of(module: nn.Module) -> Mapping[str, Any]:
-    """Returns the state of a stage by name. A `state_dict` that the user has set on the model is for exports, and is not called."""
-    return type(module).state_dict(module)
+    """Returns the state of a stage by name, without frozen quantized weights, which come with the base model.
+
+    A `state_dict` that the user has set on the model is for exports, and is not called.
+    """
+    state = dict(type(module).state_dict(module))
+    for path, layer in module.named_modules():
+        if any(not tensor.requires_grad for tensor in stateful_tensors(layer).values()):
+            own = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())} - stateful_tensors(layer).keys()
+            prefix = f"{path}." if path else ""
+            left_out = [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in own]
+            for name in left_out:
+                del state[name]
+    return state
 
 
 def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, Tensor]:

@@ -214,7 +214,7 @@ def _with_loss(measured: list[PartCost], costs: Costs) -> PartCost:
 
 
 def _layer(part: Part, cost: PartCost, message: int) -> Layer:
-    kept = trained_bytes(part.module.parameters()) + bytes_beside(part.module)
+    kept = trained_bytes(part.module.parameters()) + untrained_bytes(part.module)
     return Layer(*cost, kept, message, part.name.removeprefix(f"{part.block}."), part.block)
 
 
@@ -234,12 +234,12 @@ def _own_bytes(parameter: nn.Parameter) -> int:
     return sum(storage.nbytes() for storage in storages_of(parameter)) if is_wrapper(parameter) else parameter.nbytes
 
 
-def bytes_beside(module: nn.Module) -> int:
-    """Returns the bytes that `module` keeps beside its parameters: its buffers, and what belongs to quantized weights, such as scales."""
-    beside = chain(module.buffers(), (tensor for part in module.modules() for _, tensor in state_of(part)))
+def untrained_bytes(module: nn.Module) -> int:
+    """Returns the bytes of `module` except its parameters: its buffers, and what belongs to quantized weights, such as scales."""
+    others = chain(module.buffers(), (tensor for part in module.modules() for _, tensor in state_of(part)))
     with torch._C.DisableTorchFunctionSubclass():  # a released tensor has no values, but a storage
         own = {storage._cdata for tensor in module.parameters() for storage in storages_of(tensor)}
-        found = {storage._cdata: storage.nbytes() for tensor in beside for storage in storages_of(tensor)}
+        found = {storage._cdata: storage.nbytes() for tensor in others for storage in storages_of(tensor)}
     return sum(size for storage, size in found.items() if storage not in own)
 
 
