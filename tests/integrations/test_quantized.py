@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from tests.integrations.ranks import cases_played, run_program
 from tests.integrations.train_quantized import CASES, OTHERS, SCHEDULES, STEPS
+from tests.procs.programs import programs_of, torchrun
 
 LONG = pytest.mark.long
 PROGRAM = Path(__file__).with_name("train_quantized.py")
@@ -42,3 +44,12 @@ def test_adapters_have_the_gradients_of_one_device(
         assert set().union(*found) == expected.keys(), schedule
         assert sum(len(of_rank) - STEPS for of_rank in found) == len(expected) - STEPS, schedule
         assert max(difference(of_rank, expected) for of_rank in found) <= 1e-6, schedule
+
+
+def test_the_program_of_the_page_trains_an_adapter(tmp_path: Path) -> None:
+    _, program = programs_of("docs/hugging-face.md")
+    done = torchrun(program, tmp_path, 2)
+    assert done.returncode == 0, done.stderr[-5000:]
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
