@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zerobubble as zb
 
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-if device.type == "cuda":
-    torch.cuda.set_device(device)
-dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+device = zb.init_distributed()
 
 
 def build(stage: int, num_stages: int) -> nn.Module:

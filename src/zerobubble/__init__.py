@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from zerobubble.program import Program
     from zerobubble.replanning.auto import Auto
     from zerobubble.runtime.checkpoint.checkpoint import load, save
+    from zerobubble.runtime.distributed import init_distributed
     from zerobubble.runtime.gathered import gathered
     from zerobubble.runtime.hooks.post_validation import PostValidation
     from zerobubble.runtime.pipeline import Pipeline
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: RUF022 - in reading order for newcomers
     "Pipeline",
     "split",
+    "init_distributed",
     "PostValidation",
     "Auto",
     "save",
@@ -146,6 +148,7 @@ _NEEDS_TORCH = {
     "save": "zerobubble.runtime.checkpoint.checkpoint",
     "load": "zerobubble.runtime.checkpoint.checkpoint",
     "gathered": "zerobubble.runtime.gathered",
+    "init_distributed": "zerobubble.runtime.distributed",
 }
 
 if find_spec("torch") is None:

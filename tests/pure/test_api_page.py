@@ -62,7 +62,8 @@ def test_what_stands_at_the_top_has_an_example(value: Any) -> None:
     """`make test` runs it with the other doctests, or on a page where it needs ranks."""
     if value.__module__.startswith("zerobubble.runtime"):
         assert f"zb.{value.__name__}(" in value.__doc__
-        programs = programs_of("docs/checkpoints.md") + programs_of("docs/any-model.md")
+        pages = ("docs/checkpoints.md", "docs/any-model.md", "docs/train-on-gpus.md")
+        programs = [program for page in pages for program in programs_of(page)]
         assert any(f"zb.{value.__name__}(" in program for program in programs)
     else:
         assert ">>> import zerobubble as zb\n" in value.__doc__

@@ -9,6 +9,7 @@ A kind of accelerator may lack some features, such as graph capture. Using one r
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from zerobubble.communicators import MOST_QUEUES, USUAL_QUEUES
 from zerobubble.errors import InputError
 from zerobubble.installing import CUDA_BUILD
+from zerobubble.units import counted
 
 Result = TypeVar("Result")
 Stream = Any
@@ -259,6 +261,11 @@ def holds_values(device: torch.device) -> bool:
     return device.type != "meta"
 
 
+def is_numbered(device: torch.device) -> bool:
+    """Returns whether a machine may have several devices of this kind, of which each rank takes one."""
+    return device.type != "cpu"
+
+
 def runs_backward_in_caller(device: torch.device) -> bool:
     """Returns whether autograd's engine runs the backward of the device's tensors in the calling thread, not in one per device."""
     return device.type == "cpu"
@@ -397,6 +404,29 @@ def _why_absent(kind: str) -> str:
     if kind == "cuda" and sys.platform == "linux":
         install = CUDA_BUILD
     return f"torch {torch.__version__} is built for {'CPUs' if built is None else built.type}; {install}"
+
+
+def shortage(num_ranks: int) -> str:
+    """Returns why `num_ranks` ranks of this machine cannot each have an accelerator, with the remedy; empty if they can."""
+    if fault := accelerator_fault():
+        return f"{fault}; `zerobubble doctor --gpu` says what is missing"
+    if accelerator() is None:
+        return f"torch {torch.__version__} is built for CPUs; for NVIDIA GPUs, {CUDA_BUILD}"
+    count = torch.accelerator.device_count()
+    if count < num_ranks:
+        return f"torch sees {counted(count, 'GPU')} for {counted(num_ranks, 'rank')}: start one rank for each GPU"
+    return ""
+
+
+def has_driver() -> bool:
+    """Returns whether this machine has an accelerator or its driver, whether or not this build of torch can use it."""
+    return accelerator() is not None or any(map(shutil.which, ("nvidia-smi", "rocm-smi")))
+
+
+def make_current(kind: str, index: int) -> torch.device:
+    """Makes device number `index` of a kind current in this process, and returns it."""
+    torch.get_device_module(kind).set_device(index)
+    return torch.device(kind, index)
 
 
 def accelerators() -> list[dict[str, Any]]:

@@ -192,7 +192,7 @@ def layout_for(options: PipelineOptions) -> Layout:
         raise InputError(
             "{faults}a Pipeline connects the ranks of a process group",
             faults=f"{faults}; " if faults else "",
-            remedy="call torch.distributed.init_process_group first",
+            remedy="call zb.init_distributed or torch.distributed.init_process_group first, in a program that torchrun starts",
         )
     if options.mesh is not None:
         return layout_of_mesh(options.mesh)
