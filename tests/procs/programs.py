@@ -58,12 +58,14 @@ def _run(folder: Path, rank: int, size: int, port: int) -> None:
     sys.path[:] = [folder for folder in sys.path if folder != str(IMAGE_MODELS)]
     random.seed(), torch.seed()  # a process that torchrun starts has random states of its own, and a forked one those of its parent
     os.chdir(folder)
+    sys.argv = ["program.py"]
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr] # a line in one write: all ranks share the file
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -25,7 +25,7 @@ PROGRAMS = [
     pytest.param(page, program, id=f"{page}-{number}", marks=pytest.mark.long(all=page in ALWAYS))
     for page in PAGES
     for number, program in enumerate(programs_of(page))
-    if "init_process_group" in program and ON_ONE_RANK not in program
+    if re.search("init_process_group|init_distributed", program) and ON_ONE_RANK not in program
 ]
 
 

@@ -1,4 +1,4 @@
-"""The program of docs/train-on-gpus.md runs on the two devices that stand for a GPU, unchanged but for `--device`.
+"""Programs of the first pages run on the two devices that stand for a GPU, unchanged but for `--device`.
 
 test_pages_by_launcher runs it on CPUs.
 """
@@ -15,7 +15,8 @@ from tests.procs.programs import ROOT, programs_of, torchrun
 from tests.procs.versions import VERSION
 
 pytestmark = [pytest.mark.long, pytest.mark.spread, cpu_only("it starts ranks on other devices")]
-PAGE = "docs/train-on-gpus.md"
+FILES = {"docs/train-on-gpus.md": ["run.svg", "checkpoint"]}
+"""The pages, and what their first programs write."""
 ON_CHECKED_DEVICE = """
 import runpy
 import zerobubble as zb
@@ -24,18 +25,16 @@ with zb.testing.checked_device():
     runpy.run_path("page.py", run_name="__main__")
 """
 ON_SEPARATE_DEVICE = f"""
-import runpy, sys
+import os, runpy, sys
 
+os.environ["ZEROBUBBLE_SEPARATE_DEVICES"] = "2"
 sys.path.insert(0, {str(ROOT)!r})
-from tests import separate
-from torch import distributed as dist
-
-make_group = dist.init_process_group
-dist.init_process_group = lambda: make_group(separate.BACKEND)
+import tests.separate
 runpy.run_path("page.py", run_name="__main__")
 """
 
 
+@pytest.mark.parametrize("page", FILES)
 @pytest.mark.parametrize(
     ("program", "device"),
     [
@@ -50,10 +49,8 @@ runpy.run_path("page.py", run_name="__main__")
         ),
     ],
 )
-def test_the_program_runs_on_a_device_that_stands_for_a_gpu(program: str, device: str, tmp_path: Path) -> None:
-    (page,) = programs_of(PAGE)
-    (tmp_path / "page.py").write_text(page)
+def test_the_program_runs_on_a_device_that_stands_for_a_gpu(program: str, device: str, page: str, tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(programs_of(page)[0])
     done = torchrun(program, tmp_path, 2, "--device", device)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert (tmp_path / "run.svg").stat().st_size
-    assert (tmp_path / "checkpoint").is_dir()
+    assert all((tmp_path / name).exists() for name in FILES[page])
