@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +20,7 @@ from zerobubble.simulation import peak_memory
 from zerobubble.slicing import equal_lengths, slices_of
 from zerobubble.verify_program import program_faults
 
+ROOT = Path(__file__).parents[2]
 COSTS = zb.Costs.uniform(4, times=(12, 20, 8), comm=0.4).with_columns(held_keys=(80_000,) * 4)
 
 
@@ -55,6 +60,11 @@ def test_forms_keep_slices(name: str, slices: int) -> None:
     assert program.slices == schedule.slices
     assert replace(program.to_schedule(), name=schedule.name) == schedule
     assert program_faults(program) == ()
+
+
+def test_a_schedule_without_slices_names_those_with_slices() -> None:
+    with raises(zb.InputError, name="zb-v", option="slices", having="1f1b, interleaved-1f1b, zb-h1"):
+        zb.make("zb-v", 4, 2, slices=2)
 
 
 def test_simulation_waits_for_slices() -> None:
@@ -124,3 +134,20 @@ def test_wrong_slices_are_refused() -> None:
         COSTS.sliced(2, attention=(1.5, 0.0))
     with raises(zb.InputError, 2):
         to_torch_csv(zb.make("1f1b", 2, 4, slices=2))
+
+
+def test_the_table_of_the_page_has_the_figures_of_the_committed_benchmark() -> None:
+    cases = json.loads((ROOT / "benchmarks/slices/results.json").read_text(encoding="utf-8"))["cases"]
+    page = (ROOT / "docs/long-sequences.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([\d,]+) ms \| ([\d,]+) ms \| (\d+) % \| ([\d,]+) ms \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for sequences, *figures in rows:
+        shapes = {slices: ("attention", int(sequences), slices) for slices in (1, 8)}
+        best = {slices: min(case["period_ms"] for case in cases if shape_of(case) == shape) for slices, shape in shapes.items()}
+        work = sum((29.718, 29.444, 19.927)) * int(sequences)
+        expected = [best[1], best[8], 100 * (1 - best[8] / best[1]), work]
+        assert figures == [f"{figure:,.0f}" for figure in expected]
+
+
+def shape_of(case: dict[str, Any]) -> tuple[str, int, int]:
+    return case["times"], case["microbatches"], case["slices"]

@@ -33,7 +33,7 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.from_work import has_ample_memory
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.schedules import Recipe, find, make
+from zerobubble.schedules import SCHEDULES, Recipe, find, make
 from zerobubble.simulation import period, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import MOST_MS, show_bytes, show_ms, show_percent
@@ -223,7 +223,7 @@ def _made(question: Question) -> Schedule:
     _require_size(question.ranks * (question.stages or recipe.stages_per_rank) * question.microbatches, "microbatches")
     options = read_options(question.options)
     with errors_at("options"):
-        recipe.check_options(options)
+        recipe.check_options(options, SCHEDULES.values())
     if refusal := recipe.refusal(question.ranks, question.microbatches, question.stages):
         raise FieldError(*_refused_field(recipe, question, refusal))
     with errors_at("options" if options else "schedule"):

@@ -97,7 +97,7 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
     refusal = recipe.refusal(num_ranks, num_microbatches, stages_per_rank)
     if refusal:
         raise InputError(refusal)
-    recipe.check_options(options)
+    recipe.check_options(options, SCHEDULES.values())
     made = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
     if not isinstance(made, Schedule) or (made.num_ranks, made.whole_microbatches) != (num_ranks, num_microbatches):
         wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -88,12 +88,14 @@ class Recipe(Displayed):
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}
 
-    def check_options(self, options: dict[str, Any]) -> None:
-        """Raise `InputError` for an unknown option or a value of the wrong type."""
+    def check_options(self, options: dict[str, Any], recipes: Iterable[Recipe] = ()) -> None:
+        """Raise `InputError` for an unknown option, naming those of `recipes` that have it, or for a value of the wrong type."""
         for option, value in options.items():
             if option not in self.options:
                 known = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it takes no options"
-                raise InputError("{name} has no option {option!r}: {known}", name=self.name, option=option, known=known)
+                having = ", ".join(recipe.name for recipe in recipes if option in recipe.options)
+                known += f"; schedules with this option: {having}" if having else ""
+                raise InputError("{name} has no option {option!r}: {known}", name=self.name, option=option, known=known, having=having)
             hint = self._hint(option)
             if not _fits(value, hint):
                 raise wrong(f"the option {option} of {self.name}", value, _in_words(hint))
