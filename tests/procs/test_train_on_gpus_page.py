@@ -15,7 +15,11 @@ from tests.procs.programs import ROOT, programs_of, torchrun
 from tests.procs.versions import VERSION
 
 pytestmark = [pytest.mark.long, pytest.mark.spread, cpu_only("it starts ranks on other devices")]
-FILES = {"docs/train-on-gpus.md": ["run.svg", "checkpoint"], "docs/hugging-face.md": ["checkpoint", "adapter"]}
+FILES = {
+    "docs/train-on-gpus.md": ["run.svg", "checkpoint"],
+    "docs/hugging-face.md": ["checkpoint", "adapter"],
+    "docs/long-sequences.md": [],
+}
 """The pages, and what their first programs write."""
 ON_CHECKED_DEVICE = """
 import runpy
