@@ -25,6 +25,16 @@ SUFFIXES = frozenset(
 )
 """The suffixes that say what is in a file."""
 
+_WRITTEN_BY = {
+    "config.json": "copy it from the folder of a model of Transformers",
+    "layers.json": "`zerobubble split config.json -o layers.json` writes it",
+    "plan.json": "`zerobubble plan` writes it with -o plan.json",
+    "costs.json": "a training program writes it, as in docs/measure.md",
+    "run.json": "a training program writes it, as in docs/measure.md",
+    "plan.txt": "a training program writes it, as in docs/measure.md",
+}
+"""Where the files come from that the documentation names."""
+
 
 class Readable(Protocol):
     """An open file of bytes."""
@@ -48,7 +58,8 @@ def _remedy(verb: str, file: Path, error: OSError) -> str:
     if not file.parent.is_dir():
         return f"there is no folder {file.parent}" + (", so make it first" if verb == "write" else "")
     hint = near(file.name, os.listdir(file.parent)).rstrip()
-    return hint or f"check the name in {file.parent.resolve()}"
+    source = f"{_WRITTEN_BY[file.name]}; or " if verb == "read" and file.name in _WRITTEN_BY else ""
+    return hint or f"{source}check the name in {file.parent.resolve()}"
 
 
 def write_text(file: str | Path, text: str) -> None:

@@ -152,3 +152,19 @@ def test_a_mistake_ends_in_its_cause_and_remedy(args: str, stated: Stated, folde
     said = refused(*args.split())
     states(said, *(str(folder) if value == "FOLDER" else value for value in stated))
     assert {path.name for path in folder.iterdir()} & {"out.txt", "out.svg", "out.pdf", "out.docx", "nowhere"} == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "stated"),
+    [
+        (f"plan --layers layers.json --gpu H100 {P}", ("layers.json", "split", "config.json")),
+        ("plan config.json --gpu H100 --gpus 8", ("config.json", "Transformers")),
+        ("compare 1f1b plan.json", ("plan.json", "plan", "-o")),
+        ("diff zb-h1 run.json --costs costs.json", ("run.json", "docs/measure.md")),
+    ],
+)
+def test_a_missing_file_of_the_pages_names_what_writes_it(
+    line: str, stated: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    states(refused(*line.split()), *stated)

@@ -19,6 +19,7 @@ from zerobubble.cost_model import Experts, Latent, Model
 from zerobubble.errors import InputError
 from zerobubble.integrations.described_run import Run, not_described
 from zerobubble.integrations.transformers import default_microbatches
+from zerobubble.whole_files import unusable
 
 MODELS = ("model_name_or_path", "config_name")
 LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length")
@@ -59,7 +60,9 @@ def read_run(file: str, ranks: int | None, microbatches: int | None) -> Run:
 def _arguments(file: str) -> Mapping[str, Any]:
     try:
         read = yaml.safe_load(Path(file).read_text(encoding="utf-8"))  # JSON is YAML, too
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise unusable("read", file, error) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError("{file} cannot be read: {reason}", file=file, reason=str(error)) from error
     if not isinstance(read, dict):
         raise InputError("{file} must have the arguments of Trainer by name, got {got}", file=file, got=type(read).__name__)
