@@ -15,7 +15,7 @@ def wrong_options(args: Any, model: nn.Module, mesh: DeviceMesh | None) -> list[
     """Returns each option with what to set instead, for the arguments, the model and the mesh of a trainer."""
     found = []
     if not dist.is_initialized():
-        found.append("there is no process group: start the script with torchrun")
+        found.append("one process: start the script with `torchrun --nproc-per-node 2`, a process for each rank")
     wrong = {
         "auto_find_batch_size": (args.auto_find_batch_size, "choose per_device_train_batch_size"),
         "fsdp": (args.fsdp, 'give a mesh with "dp" in pipeline_options'),
