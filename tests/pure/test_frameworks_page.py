@@ -6,7 +6,13 @@ import pytest
 
 from docs import frameworks
 
-OF_NO_FRAMEWORK = {"integrations/test_scripts", "integrations/test_slices", "integrations/test_telemetry", "integrations/test_versions"}
+OF_NO_FRAMEWORK = {
+    "integrations/test_quantized",
+    "integrations/test_scripts",
+    "integrations/test_slices",
+    "integrations/test_telemetry",
+    "integrations/test_versions",
+}
 
 
 def test_the_table_is_that_of_the_tests() -> None:
