@@ -448,7 +448,7 @@ def refuse_left(
     refuse_left_in_arguments(unit, left, args, kwargs)
     for name, tensor in (own or {}).items():
         for attribute, value in vars(tensor).items():
-            if not {id(each) for each in tensors_inside(value)}.isdisjoint(map(id, left)):
+            if not {id(each) for _, each in tensors_inside(value)}.isdisjoint(map(id, left)):
                 raise InputError(
                     f"{_LEAVES} in attribute {{attribute!r}} of its tensor {{name!r}}; {_WOULD_LACK}",
                     unit=unit,
