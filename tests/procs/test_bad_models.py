@@ -199,6 +199,27 @@ class OneHot(nn.Module):
         return nn.functional.one_hot(x.argmax(-1), WIDTH).to(x)
 
 
+class Collects(Named):
+    """Adds what its layers keep for a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Keeps(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        for layer in self.layers:
+            x = layer(x)
+        return x + sum(layer.kept for layer in self.layers)
+
+
+class Keeps(nn.Linear):
+    """Keeps a number that it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x.square().mean()
+        return super().forward(x)
+
+
 class KeepsOnParameter(nn.Linear):
     """Keeps a copy of its weight in an attribute of the weight."""
 
@@ -253,6 +274,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Stated]] = {
     "deciding": (lambda _: zb.split(Deciding(), example=X), ("values", "layers.0")),
     "one_hot": (lambda _: zb.split(row(OneHot(), nn.Linear(WIDTH, WIDTH)), example=X), ("'2'", "test_bad_models.py")),
     "momentum": (lambda _: zb.split(Momentum(in_loop=False), example=X), ("test_bad_models.py", "zb.gathered(model)", [WIDTH, WIDTH])),
+    "collected losses": (lambda _: zb.split(Collects(), example=X), ("zb.nn.add_loss",)),
     "attribute of a parameter": (lambda _: zb.split(row(KeepsOnParameter(WIDTH, WIDTH)), example=X), ("'3'", "'org'", "'weight'")),
     "too few layers": (lambda _: zb.split(lambda: row(), example=X), ("3 parts", "4 stages", "'0'")),
     "no layers": (lambda _: zb.split(nn.Tanh(), example=X), ("parameters", "torch.export", 0)),

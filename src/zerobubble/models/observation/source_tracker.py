@@ -140,7 +140,7 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise InputError(
                 "code of the model between its parts uses {value}, which only the stage of that part has",
                 value=self._described(tensor),
-                remedy="move that code into the part, or return what others need",
+                remedy="move that code into the part, or return what others need; for a loss, call zb.nn.add_loss in the part",
             )
         if tensor in self._watched:
             self.used.add(self._watched[tensor])
