@@ -17,6 +17,7 @@ FRAMEWORKS = {
     "integrations/test_own_losses": "Trainer",
     "integrations/test_trl": "TRL",
     "integrations/test_lightning": "Lightning",
+    "integrations/test_own_numbers": "Lightning",
     "integrations/test_fabric": "Fabric",
     "integrations/test_torchtitan": "torchtitan",
     "integrations/test_automodel": "AutoModel",

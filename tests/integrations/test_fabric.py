@@ -14,6 +14,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 
 from tests.integrations.ranks import outcomes, run_program
+from tests.integrations.test_own_numbers import assert_refused_on_both_ranks, assert_same_on_two_ranks
 from tests.integrations.train_with_lightning import STEPS, network
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
@@ -21,6 +22,7 @@ from zerobubble import InputError, PipelineError
 from zerobubble.integrations.lightning import PipelineStrategy as StrategyOfTrainer
 from zerobubble.integrations.lightning.fabric import PipelineStrategy
 from zerobubble.integrations.lightning.microbatch_losses import MicrobatchLosses
+from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own dependencies
 PROGRAM = Path(__file__).with_name("train_with_fabric.py")
@@ -241,4 +243,15 @@ def test_a_loss_that_changes_its_dict_of_targets_is_compared_with_the_whole_batc
     assert losses.begin([4, 4])
     for index in range(2):
         losses(output[index], {"y": y[index]})
-    assert losses.fault() is None
+    assert losses.fault(NetworkNumbers(lambda found: found), torch.device("cpu")) is None
+
+
+@pytest.mark.feature("losses that the network returns")
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_numbers_of_the_module_are_those_of_one_device(schedule: str, tmp_path: Path) -> None:
+    assert_same_on_two_ranks("fabric", schedule, tmp_path)
+
+
+@pytest.mark.refuses("numbers of the network that are neither sums nor means")
+def test_numbers_of_the_module_that_do_not_follow_are_an_error(tmp_path: Path) -> None:
+    assert_refused_on_both_ranks("fabric without loss_weight", tmp_path)

@@ -309,8 +309,8 @@ class Pipeline(RefusesModuleCalls):
         The loss is None without targets, and otherwise the same on every rank. The outputs of all microbatches are joined on the rank of
         the last stage, and None elsewhere: tensors are concatenated along the batch, which is in dimension 0, in the one that `batch_dims`
         has for "outputs", or in the only one with the size of the microbatch; those without dimensions are stacked, equal constants and one
-        object kept once, and anything else becomes a list with one item each; tuples, dicts and dataclasses are joined item by item. A
-        bidirectional schedule evaluates on its first route.
+        object kept once, and anything else becomes a list with one item each; tuples, dicts and dataclasses are joined item by item.
+        Outputs of a single microbatch are returned as they are. A bidirectional schedule evaluates on its first route.
         """
         self._steps.settle()
         loss, outputs, sizes = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches))

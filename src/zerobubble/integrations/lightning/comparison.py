@@ -26,7 +26,8 @@ class Fault(NamedTuple):
     """A difference between a batch and its microbatches.
 
     Attributes:
-        what: What differs: "the loss", a logged value, the network, the random numbers, the state that changes, or what is skipped.
+        what: What differs: "the loss", a logged value, the network, the random numbers, the state that changes, what is skipped, or an
+            error.
         parts: A number that follows from microbatches.
         whole: The number for the whole batch.
         is_sum: Whether the number is the sum over microbatches.
@@ -38,13 +39,15 @@ class Fault(NamedTuple):
     parts: float = 0.0
     whole: float = 0.0
     is_sum: bool = False
-    kind: Literal["number", "state", "inputs", "draws", "returned", "skipped"] = "number"
+    kind: Literal["number", "state", "inputs", "draws", "returned", "skipped", "raised", "failed"] = "number"
     draws: bool = False
 
     def error(self, name: str) -> InputError:
         """Returns the error, where `name` is the user's function."""
         if self.kind == "number":
             return self._number_error(name)
+        if self.kind == "raised":
+            return InputError("{what}", what=self.what)
         message, remedy = {
             "state": (
                 "{name} changes {what}, and a pipeline runs it several times for each batch",
@@ -54,6 +57,10 @@ class Fault(NamedTuple):
             "inputs": (
                 "{name} calls {what} with other inputs for the whole batch than for its microbatches",
                 f"compute them from each sample alone, or for the whole batch in {self._place(name)}",
+            ),
+            "failed": (
+                "{name} fails for a whole batch, with the outputs of its microbatches joined: {what}",
+                "compute the loss of any number of samples, and what needs their number in on_after_batch_transfer",
             ),
             "returned": (
                 "{name} returns a dict whose {what} does not follow from those of microbatches",

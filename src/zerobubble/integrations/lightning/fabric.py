@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.batches import num_samples, refuse_different_batches
+from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches
 from zerobubble.integrations.lightning.comparison import Fault, is_compared
 from zerobubble.integrations.lightning.microbatch_losses import MicrobatchLosses
+from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse, refuse_fabric, refuse_optimizers, refuse_options, wrapping_faults
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import from_last_stage
+from zerobubble.integrations.whole_outputs import WholeOutputs
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.step.batch import sample_slices
 from zerobubble.runtime.values.random_state import states_restored
@@ -62,6 +64,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         refuse_wrong_versions("lightning")
         self._settings = Settings.from_options(schedule, num_microbatches, None, loss_weight, options)
         self._losses = MicrobatchLosses(loss_fn, loss_weight)
+        self._numbers, self._evaluated = NetworkNumbers(self._from_last_stage), WholeOutputs(self._from_last_stage)
         self._data_parallel_size = data_parallel_size
         self._backend = process_group_backend
         self._num_nodes = 1
@@ -130,9 +133,12 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             is_due = self._losses.begin(sizes)
             loss = pipe.step(inputs, targets, num_microbatches=count)
             if is_due:
+                self._numbers.begin()
+                microbatches, _ = cut(inputs, count)
+                self._numbers.learn(pipe, microbatches, inputs, self._losses.outputs, self._losses.parts)
                 with states_restored(None, self.root_device):  # only the last rank draws
-                    fault = self._losses.fault()
-                fault = from_last_stage(pipe, fault, self.mesh.get_group("pp"), self.root_device)
+                    fault = self._losses.fault(self._numbers, self.root_device)
+                fault = self._from_last_stage(fault)
                 if fault is not None:
                     raise Fault(**fault).error("loss_fn")
         return loss
@@ -149,8 +155,11 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         inputs = kwargs or args
         with torch.inference_mode(False), torch.no_grad():
             pipe = self._pipeline(inputs)
-            _, output = pipe.eval_step(inputs, num_microbatches=self._count(inputs))
-            return from_last_stage(pipe, output, self.mesh.get_group("pp"), self.root_device)
+            return self._evaluated.of(pipe, inputs, num_samples(inputs), self._count(inputs))
+
+    def _from_last_stage(self, found: Any) -> Any:
+        assert self.pipeline is not None
+        return from_last_stage(self.pipeline, found, self.mesh.get_group("pp"), self.root_device)
 
     def _count(self, inputs: Any) -> int:
         return min(num_samples(inputs), self._settings.num_microbatches)

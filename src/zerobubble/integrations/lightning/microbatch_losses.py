@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zerobubble.errors import InputError
 from zerobubble.integrations.batches import with_new_containers
-from zerobubble.integrations.lightning.comparison import is_compared, loss_fault, tolerance_of
+from zerobubble.integrations.lightning.comparison import Fault, is_compared, loss_fault, tolerance_of
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.logs import Parts
+from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.runtime.step.batch import join_outputs
 
 
@@ -33,7 +35,7 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
         losses.num_steps = 0
         losses._is_sum = loss_weight == "sum"
         losses.weight = (lambda targets: 1) if isinstance(loss_weight, str) else loss_weight
-        losses._sizes, losses._keeps = [], False
+        losses._sizes, losses._keeps, losses._calls = [], False, []
         return losses
 
     _is_sum: bool
@@ -59,17 +61,30 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
             self._calls.append((pytree.tree_map_only(Tensor, torch.Tensor.detach, output), targets, float(loss.detach())))
         return loss * len(self._sizes) if self._is_sum and torch.is_grad_enabled() else loss
 
+    @property
+    def outputs(self) -> list[Any]:
+        """The outputs of the microbatches; none on ranks without losses."""
+        return [output for output, _, _ in self._calls]
+
+    def parts(self) -> Parts:
+        """Returns the losses of the microbatches and their weights."""
+        weights = self._sizes if self.weight is None else [float(self.weight(targets)) for _, targets, _ in self._calls]
+        return Parts([], self._sizes, weights, [loss for *_, loss in self._calls], self._is_sum)
+
     @torch.no_grad()
-    def fault(self) -> dict[str, Any] | None:
+    def fault(self, numbers: NetworkNumbers, device: torch.device) -> dict[str, Any] | None:
         """Returns what differs from one call for the whole batch, as a dict; None for no difference, and on ranks without losses."""
-        calls, self._keeps = self._calls, False
-        if not calls:
+        self._keeps = False
+        if not self._calls:
             return None
-        outputs, targets, losses = zip(*calls, strict=True)
-        weights = self._sizes if self.weight is None else [float(self.weight(of_part)) for of_part in targets]
-        output = join_outputs(outputs, self._sizes)
-        with self._draws.joined():
-            whole = float(super().__call__(output, join_outputs(targets, self._sizes)))
-        parts = Parts([], self._sizes, weights, losses, self._is_sum)
-        fault = loss_fault(whole, parts, tolerance_of(output), draws=any(self._draws.parts.values()))
+        parts = self.parts()
+        output = numbers.placed(join_outputs(numbers.marked(self.outputs, parts), self._sizes), "the module", device)
+        targets = join_outputs([targets for _, targets, _ in self._calls], self._sizes)
+        try:
+            with self._draws.joined():
+                whole = super().__call__(output, targets)
+        except InputError as error:
+            return Fault(str(error), kind="raised")._asdict()
+        tolerance = max(tolerance_of(self.outputs), tolerance_of(whole))
+        fault = loss_fault(float(whole), parts, tolerance, draws=any(self._draws.parts.values()))
         return None if fault is None else fault._asdict()

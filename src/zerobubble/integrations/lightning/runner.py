@@ -40,6 +40,7 @@ from zerobubble.integrations.lightning.draws import Draw, Drawing
 from zerobubble.integrations.lightning.extras import joined
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated, nothing
 from zerobubble.integrations.lightning.logs import Found, Parts, StepMessages, counts_of, entries_of
+from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lightning.whole_batch import MetricCopies, WholeBatch, joined_in_views, loss_of, metrics_copied, num_views
@@ -54,6 +55,7 @@ from zerobubble.integrations.whole_model import (
     raise_called,
     replaced,
 )
+from zerobubble.integrations.whole_outputs import WholeOutputs
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all, states_restored
 from zerobubble.units import named
@@ -88,7 +90,8 @@ class StepRunner:
         self._network: nn.Module | None = None
         self._signature: inspect.Signature | None = None
         self._parameters: list[nn.Parameter] = []
-        self._whole = WholeBatch(module, device, {})
+        self._whole = WholeBatch(module, device, {}, NetworkNumbers(self._from_last_stage))
+        self._evaluated = WholeOutputs(self._from_last_stage)
         self._messages = StepMessages(module, self._group, device)
         self._is_first = True
         self._has_views = False
@@ -150,11 +153,15 @@ class StepRunner:
             with own_forward(self.network), metrics_copied(self._module), draws.paused():
                 self._trained(step, arguments, clears=False, outputs=outputs)
             parts = step.draws.parts if step.draws.follow_the_call else None
-            output, parts = self._from_last_stage((joined_in_views(outputs, step.sizes, views), parts) if self._is_last else None)
+            found = None
+            if self._is_last:
+                marked = self._whole.numbers.marked(outputs, self._parts(step))
+                found = joined_in_views(marked, step.sizes, views), parts
+            output, parts = self._from_last_stage(found)
             step.draws.parts = parts or step.draws.parts
             self._states_after_call = RandomStates.now(self._device)
             self._seed_rest(step, 0)
-            return output
+            return self._whole.numbers.placed(output, self._name, self._device)
 
         if step.states is not None:
             step.states.set()
@@ -190,7 +197,7 @@ class StepRunner:
             before.set()
             return None
         step = self._cut(batch, rest, share)
-        step.draws.whole, step.states_after = draws, after
+        step.arguments, step.draws.whole, step.states_after = arguments, draws, after
         if draws or not after.is_same_as(before):
             step.states = before
         return step
@@ -253,9 +260,12 @@ class StepRunner:
         self._step, self._outputs, self._given = step, outputs, arguments
         targets = [torch.tensor([index], device="cpu") for index in range(len(arguments))]  # by which `_loss` finds its microbatch
         metrics = MetricCopies(self._module)
+        self._whole.numbers.begin()
         loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
         if step.states_after is not None:
             step.states_after.set()  # only this rank has run the rest of `training_step`
+        if is_due:
+            self._whole.numbers.learn(pipe, arguments, step.arguments, outputs, lambda: self._parts(step))
         if step.without_loss:
             metrics.undo()  # the run for the whole batch says which ones are updated
             step.fault = self._fault(step, outputs)
@@ -283,7 +293,12 @@ class StepRunner:
             self._seed_rest(step, 0)
             return num_views(self._given, step.sizes, self._form(args, kwargs), are_near_inputs)
 
-        return self._whole.fault(self.network, step, outputs, self._parts(step), called)
+        try:
+            return self._whole.fault(self.network, step, outputs, self._parts(step), called)
+        except InputError as error:
+            return Fault(str(error), kind="raised")
+        except Exception as error:  # noqa: BLE001 - other ranks wait for what this one has found
+            return Fault(f"{type(error).__name__}: {error}", kind="failed")
 
     def _parts(self, step: Step) -> Parts:
         weights = [float(self._weight_of(step, index)) for index in range(len(step.sizes))]
@@ -416,7 +431,7 @@ class StepRunner:
 
     @property
     def _name(self) -> str:
-        return f"self.{self._name_of(self.network)}"
+        return self._whole.name_of(self.network)
 
     def _name_of(self, module: nn.Module) -> str:
         return next(name for name, found in self._module.named_modules() if found is module) or "forward"
@@ -458,9 +473,8 @@ class StepRunner:
         with own_forward(self.network), torch.inference_mode(False):
             pipe = self._pipeline(arguments)
             with torch.no_grad():
-                count = min(num_samples(arguments), self._settings.num_microbatches)
-                _, output = pipe.eval_step(arguments, num_microbatches=count)
-            return self._from_last_stage(output)
+                samples = num_samples(arguments)
+                return self._evaluated.of(pipe, arguments, samples, min(samples, self._settings.num_microbatches))
 
     # The pipeline
 

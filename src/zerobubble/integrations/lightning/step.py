@@ -24,6 +24,7 @@ class Step:
         rest: The other arguments of `training_step`.
         share: The factor of every loss: one over the number of batches that accumulate gradients.
         counts: The numbers of updates of metrics before the step.
+        arguments: Those of the network for the whole batch.
         losses: For each microbatch, its loss, without the factor.
         logs: For each microbatch, what `training_step` logged.
         extras: For each microbatch, what `training_step` returned in addition to the loss.
@@ -41,6 +42,7 @@ class Step:
     rest: tuple[Any, ...]
     share: float
     counts: dict[str, int]
+    arguments: Any = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     logs: list[list[Entry]] = field(init=False)
     extras: list[dict[str, Any]] = field(init=False)

@@ -24,6 +24,7 @@ from zerobubble.integrations.lightning.comparison import Fault, is_compared, los
 from zerobubble.integrations.lightning.extras import learn_rules
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated
 from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, entries_of, merged
+from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lone_calls import numbers_of, unchanged
 from zerobubble.integrations.loss_rules import are_near
@@ -57,11 +58,15 @@ class Run(NamedTuple):
 
 @dataclass
 class WholeBatch:
-    """Runs `training_step` of `module`, whose `network` is cut, for whole batches. `rules` have how logs and extras follow from parts."""
+    """Runs `training_step` of `module`, whose network is cut, for whole batches.
+
+    `rules` have how logs and extras follow from parts, and `numbers` how the numbers do that the network returns.
+    """
 
     module: pl.LightningModule
     device: torch.device
     rules: dict[str, str]
+    numbers: NetworkNumbers
     num_steps: int = 0
     rules_of_extras: dict[str, str] = field(default_factory=dict)
 
@@ -80,7 +85,7 @@ class WholeBatch:
             parts: The losses and logs of microbatches.
             called: Returns in how many views the arguments of the network are those of the microbatches, 0 if they are others.
         """
-        outputs = [pytree.tree_map_only(Tensor, _leaf, output) for output in outputs]
+        outputs = [pytree.tree_map_only(Tensor, _leaf, output) for output in self.numbers.marked(outputs, parts)]
         whole = self._run(network, step, outputs, called)
         if whole.changed:
             return Fault(whole.changed[0], kind="state")
@@ -91,18 +96,21 @@ class WholeBatch:
         if len(parts.losses) == 1:
             return None
         if not whole.has_inputs:
-            name = next(name for name, child in self.module.named_modules() if child is network)
-            return Fault(f"self.{name or 'forward'}", kind="inputs")
+            return Fault(self.name_of(network), kind="inputs")
         if step.draws.fault:
             return Fault(step.draws.fault, kind="draws")
         again = self._run(network, step, outputs, called) if whole.has_plain_floats else whole
-        tolerance = tolerance_of(outputs)
+        tolerance = max(tolerance_of(outputs), tolerance_of(whole.loss))  # models of Transformers compute their losses in float32
         is_random = any(step.draws.parts.values()) or step.states is not None
         return (
             loss_fault(float(whole.loss), parts, tolerance, draws=is_random)
             or self._log_fault(whole.entries, again.entries, parts, tolerance)
             or learn_rules(step.extras, (whole.extras, again.extras), parts, self.rules_of_extras, tolerance)
         )
+
+    def name_of(self, network: nn.Module) -> str:
+        """Returns how `training_step` calls the network."""
+        return "self." + (next(name for name, child in self.module.named_modules() if child is network) or "forward")
 
     def _run(self, network: nn.Module, step: Step, outputs: Sequence[Any], called: Callable[..., int]) -> Run:
         """Runs `training_step` once for the batch, where the call of the network returns the joined `outputs`."""
@@ -112,7 +120,7 @@ class WholeBatch:
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal views
             views = called(*args, **kwargs)
-            return joined_in_views(outputs, step.sizes, views)
+            return self.numbers.placed(joined_in_views(outputs, step.sizes, views), self.name_of(network), self.device)
 
         with ExitStack() as stack:
             stack.enter_context(states_restored(step.states, self.device))

@@ -236,8 +236,11 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int] = (), dim: int = 0
     The batch is `dim` if that has the `sizes` of the microbatches, or they are not known, or another one, see `_batch_dim`. Tuples, dicts
     and dataclasses, such as the outputs of Transformers, are joined item by item. Outputs that cannot be joined, such as tensors of
     different sizes, are returned as a list with an item per microbatch. Objects of other classes are never compared.
+    The output of a single microbatch is returned as it is.
     """
     first = outputs[0]
+    if len(outputs) == 1:
+        return first
     kind = type(first)
     if all(isinstance(output, Tensor) for output in outputs):
         return _joined_tensors(list(outputs), sizes, dim)
