@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import zerobubble as zb
-from tests.procs.quantized import LAYERS, PLACES, WIDTH, adapted
+from tests.procs.quantized import LAYERS, PLACES, WIDTH, Packed, State, adapted
 from tests.procs.ranks import Ranks
 from zerobubble.models.observation.copies import copy_of, other_tensors
 from zerobubble.runtime.measure.memory_meter import storages_of
@@ -140,3 +140,10 @@ def test_a_checkpoint_has_the_trained_weights_and_not_the_quantized_ones(place: 
     trained = {name for name, parameter in adapted(place).named_parameters() if parameter.requires_grad}
     assert trained <= saved
     assert place == "buffer" or not any(".base." in name for name in saved)
+
+
+def test_each_weight_of_a_shape_only_copy_has_its_own_state() -> None:
+    weights = (Packed(torch.zeros(size, dtype=torch.int8), State(torch.ones(size))) for size in range(1, 9))
+    model = nn.ParameterList(weights)
+    shapes = copy_of(model, other_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta")))
+    assert [weight.state.scale.shape for weight in shapes] == [(size,) for size in range(1, 9)]

@@ -49,8 +49,9 @@ def other_tensors(module: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[i
     elsewhere = {id(part): part for tensor in stateful.values() for part in tensor.__dict__.values() if isinstance(part, nn.Module)}
     memo |= {key: part for key, part in elsewhere.items() if part not in set(module.modules())}
     for key, tensor in stateful.items():
-        attributes = {name: value for name, value in tensor.__dict__.items() if not type(value).__module__.startswith("zerobubble.")}
-        memo[key].__dict__.update(copy_of(attributes, memo))
+        for name, value in tensor.__dict__.items():
+            if not type(value).__module__.startswith("zerobubble."):  # ours, such as the note that a tensor is released
+                memo[key].__dict__[name] = copy_of(value, memo)  # one by one: the memo knows objects by id, so they must stay alive
     return memo
 
 
