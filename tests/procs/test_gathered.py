@@ -363,6 +363,39 @@ def before_training(group: Any) -> None:
         assert error_of(model, expected.model) < TOLERANCE
 
 
+def between_first_steps(group: Any) -> None:
+    """Changes gathered weights between a step of the pipeline and the first step of the optimizer."""
+    model, expected = net(), OneDevice(net())
+    with zb.Pipeline(zb.split(model, example=batch(0)[0]), "1f1b", MICROBATCHES, Loss(), group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        pipe.step(*batch(0))
+        for part in batch(0)[0].chunk(MICROBATCHES):
+            expected.model(part)  # counts in buffers
+        optimizer.zero_grad()
+        for change in (0.01, -0.02):
+            with zb.gathered(model), torch.no_grad():
+                for parameter, theirs in zip(model.parameters(), expected.model.parameters(), strict=True):
+                    parameter.add_(change)
+                    theirs.add_(change)
+        for seed in range(2):
+            expected.step(*batch(seed))
+            pipe.step(*batch(seed))
+            optimizer.step()
+            optimizer.zero_grad()
+        with zb.gathered(model):
+            assert error_of(model, expected.model) < TOLERANCE
+        pipe.step(*batch(2))
+        for parameter in pipe.parameters():  # outside of gathered, on each rank alone
+            parameter.data.add_(1)
+        foreign = next(p for p in model.parameters() if all(p is not own for own in pipe.parameters()))
+        with raises(zb.InputError, "zb.gathered"):
+            foreign.sum()
+
+
+def test_gathered_weights_are_changed_before_the_first_step_of_an_optimizer(world: Ranks) -> None:
+    world.run(between_first_steps, ranks=2)
+
+
 def test_a_model_is_gathered_where_no_pipeline_is_open(world: Ranks) -> None:
     world.run(before_training, ranks=2)
 

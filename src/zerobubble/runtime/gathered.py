@@ -104,8 +104,8 @@ def gathering(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Iterator
         if runner.guard.closed is None:
             with making_tensors():
                 fault = None if ends_process else made.lost_changes(runner)
-            if releases:
-                runner.cut_model.release()
+            if wanted:
+                runner.cut_model.end_gathered(releases=releases)
     if fault is not None:
         with runner.guard.during("at the end of gathered"), runner.agreed_errors():
             raise fault

@@ -85,7 +85,7 @@ class CutModel:
         self._references = {ref for module in modules.values() for ref in _CUT_FROM.get(stage_alone(module), ())}
         self._is_released = False
         self._released_twins: list[_Twin] = []
-        self._is_guarded = False
+        self._is_guarded = self._was_guarded = False
         self._watched: _Watched | None = None
         self._hooks: list[RemovableHandle] = []
         self._refuse_read: Callable[[str], InputError] | None = None
@@ -231,7 +231,10 @@ class CutModel:
 
     def was_gathered(self) -> bool:
         """Notes that the model has trained values until `release` is called again. Returns whether it was released."""
-        was_released, self._is_released, self._is_guarded = self._is_released, False, False
+        was_released, self._is_released = self._is_released, False
+        self._was_guarded, self._is_guarded = self._is_guarded, False
+        for _, tensor in self.tensors():  # a change of this rank's parameters comes before the same change of others
+            unguard(tensor)
         for twin in [twin for twin in self._released_twins if not is_released(twin.weight)]:
             refill(twin.tensor, as_memory(twin.weight))
             self._released_twins.remove(twin)
@@ -243,6 +246,15 @@ class CutModel:
         for model in self.models:
             model.__dict__.pop("_apply", None)
         return was_released
+
+    def end_gathered(self, *, releases: bool) -> None:
+        """Ends what `was_gathered` began: releases the tensors again, or watches the values that they have now."""
+        if releases:
+            self.release()
+            return
+        self.watch()
+        if self._was_guarded:
+            self.guard()
 
     def _attribute_error(self, module: str, name: str) -> InputError:
         return InputError(
