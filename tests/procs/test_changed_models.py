@@ -554,3 +554,49 @@ def test_a_parameter_that_several_ranks_hold_may_not_be_replaced(world: Ranks, i
     for texts in world.run(shared_parameters, is_replicated, ranks=4 if is_replicated else 2):
         for text in texts:
             states(text, "stage 0", "layers.1.weight" if is_replicated else "layers.0.weight")
+
+
+class Cell(nn.Module):
+    """A recurrent layer that continues from its last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, hidden = self.gru(x, self.hidden)
+        self.hidden = hidden.detach()
+        return y
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(Cell() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            x = cell(x)
+        return x
+
+
+def continues(group: Any) -> list[float]:
+    """The losses less those of one device, of sequences of several batch sizes, with the hidden state cleared between these."""
+    torch.manual_seed(0)
+    model = Recurrent().double()
+    single, found = copy.deepcopy(model), []
+    with zb.Pipeline(zb.split(model, example=torch.rand(6, 3, WIDTH).double()), "1f1b", 1, loss_fn, group=group) as pipe:
+        for size in (6, 4, 2):
+            for whole in (model, single):
+                for cell in whole.cells:
+                    cell.hidden = None
+            for _ in range(2):
+                x = torch.rand(size, 3, WIDTH).double()
+                found.append(float((pipe.step(x, x) - loss_fn(single(x), x)).detach()))
+    return found
+
+
+def test_a_cleared_hidden_state_begins_with_another_batch_size(world: Ranks) -> None:
+    for found in world.run(continues, ranks=2):
+        assert max(map(abs, found)) <= TOLERANCE, found

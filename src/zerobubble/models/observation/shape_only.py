@@ -37,6 +37,7 @@ from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.stage.slices import only_shapes
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
+from zerobubble.runtime.values.python_objects import is_of_library
 from zerobubble.runtime.values.random_state import forked
 from zerobubble.runtime.values.stateful import state_of, tensors_inside
 
@@ -75,6 +76,7 @@ class ShapeOnlyUnit:
         self._read: dict[str, Any] = {}
         self._shared = shared
         self._remembered: OrderedDict[tuple[Any, ...], Seen] = OrderedDict()
+        self._initial: dict[tuple[str, str], list[Any]] = {}
         self.attributes_set: set[tuple[str, str]] = set()
         """The modules in the unit, by name, with the attributes that forwards of the unit have set."""
         self.forward_is_called = False
@@ -126,15 +128,35 @@ class ShapeOnlyUnit:
         return found
 
     def _find_out(self, key: tuple[Any, ...], given: Opened) -> Seen:
-        """Observes the unit. Raises the error of its code if it cannot run, and `InputError` if its arguments are the reason."""
+        """Observes the unit, from its initial attributes if those of an earlier run, such as a hidden state, do not fit these arguments.
+
+        Raises the error of its code if it cannot run, and `InputError` if its arguments are the reason.
+        """
         tried: list[_Made] = []
         try:
-            return self._first_that_runs(key, given, tried)
+            try:
+                return self._first_that_runs(key, given, tried)
+            except (RuntimeError, ValueError):
+                if not self.attributes_set:
+                    raise
+                self._begin_again()
+                return self._first_that_runs(key, given, tried)
         except (RuntimeError, ValueError) as error:
             error.__context__ = None  # attempts before it, which failed the same way
             refuse_left_in_arguments(self.name, [tensor for made in tried for tensor in made.living()], *given.given)
             _refuse_packed(self.name, error)
             raise
+
+    def _begin_again(self) -> None:
+        """Gives the unit the initial values of the attributes that its forwards have set, except those that torch's modules manage."""
+        for path, name in self.attributes_set:
+            module = self.unit.get_submodule(path)
+            if is_of_library(type(module).__module__):
+                continue
+            if (path, name) in self._initial:
+                vars(module)[name] = self._initial[path, name][0].value
+            else:
+                vars(module).pop(name, None)
 
     def _first_that_runs(self, key: tuple[Any, ...], given: Opened, tried: list[_Made]) -> Seen:
         """Runs on meta tensors; if the code reads values, on zeros; if it needs lengths or the like, on the real integers.
@@ -182,6 +204,7 @@ class ShapeOnlyUnit:
         mappings = mappings_in(args, kwargs)
         held = [dict(mapping) for mapping in mappings]
         before = _attributes_in(unit)
+        self._initial = self._initial or dict(before)
         with (
             FlopCounter() as counter,
             _Made(self.name, unit, leaves) as made,
