@@ -39,6 +39,7 @@ from zerobubble.integrations.whole_model import from_last_stage, replaced
 from zerobubble.models.observation.example import TAKES_SUMS
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.options import ALIKE
+from zerobubble.runtime.values.random_state import states_restored
 
 FOLDER = "pipeline"
 """The folder of a checkpoint of Trainer that has the state of the pipeline and its optimizer."""
@@ -457,7 +458,8 @@ class PipelineMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, FOLDER)):
             return
-        zb.load(os.path.join(checkpoint, FOLDER), self.pipeline, self.optimizer.optimizer)
+        with states_restored(None, self.args.device):  # Trainer restores its own after it has fetched the first batches
+            zb.load(os.path.join(checkpoint, FOLDER), self.pipeline, self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     # Options that a pipeline does not support

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.integrations.scripts.corpus import sentences, tokenizer, write_result
 
 
 def main(folder: Path, pipelined: bool) -> None:
-    """Train BERT for ten steps in an order that the seed shuffles."""
+    """Train BERT for ten steps in an order that the seed shuffles, and once more from the checkpoint in the middle of an epoch."""
     set_seed(3)
     tokens = tokenizer()
     data = [{"input_ids": tokens(text)["input_ids"]} for text in sentences(120, 5)]
@@ -42,7 +43,8 @@ def main(folder: Path, pipelined: bool) -> None:
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=5,
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=6,
     )
     trainer_class: type[Trainer] = Trainer
     options: dict[str, Any] = {}
@@ -51,21 +53,29 @@ def main(folder: Path, pipelined: bool) -> None:
 
         trainer_class = PipelineTrainer
         options = {"schedule": "zb-h1", "num_microbatches": 4}
-    trainer = trainer_class(
-        model=model,
-        args=arguments,
-        train_dataset=data[:96],
-        eval_dataset=data[96:],
-        data_collator=DataCollatorForLanguageModeling(tokens, mlm_probability=0.3),
-        **options,
-    )
+
+    def made() -> Trainer:
+        return trainer_class(
+            model=copy.deepcopy(model),
+            args=arguments,
+            train_dataset=data[:96],
+            eval_dataset=data[96:],
+            data_collator=DataCollatorForLanguageModeling(tokens, mlm_probability=0.3),
+            **options,
+        )
+
+    trainer = made()
     trainer.train()
     figures = {
         "log": [[row[name] for name in ("loss", "grad_norm", "eval_loss") if name in row] for row in trainer.state.log_history],
         "next draw": float(torch.rand(())),
     }
+    resumed = made()
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    figures["resumed log"] = [row["loss"] for row in resumed.state.log_history if "loss" in row]
     trainer.save_model(str(folder / "final"))
     if trainer.is_world_process_zero():
         write_results(folder, figures, BertForMaskedLM.from_pretrained(folder / "final", dtype=torch.float64).state_dict())
     if pipelined:
         trainer.close()
+        resumed.close()
