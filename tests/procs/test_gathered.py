@@ -177,6 +177,36 @@ class Descent(torch.optim.Optimizer):
                 parameter.data.add_(parameter.grad, alpha=-group["lr"])
 
 
+class Decaying(Descent):
+    """An optimizer outside of torch, which changes parameters before it looks for their gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+
+
+def decays(group: Any, takes_model: bool) -> float | str:
+    """The largest error of weights after two steps, or the remedy."""
+    model, expected, (x, y) = net(), net(), batch(0)
+    with zb.Pipeline(zb.split(model, example=x), "1f1b", MICROBATCHES, Loss(), group=group) as pipe:
+        optimizers = [Decaying(model.parameters() if takes_model else pipe.parameters()), Decaying(expected.parameters())]
+        try:
+            for _ in range(2):
+                pipe.step(x, y)
+                for optimizer in optimizers:
+                    optimizer.step()
+        except zb.InputError as error:
+            return str(error)
+        with zb.gathered(model):
+            return max(float((p - q).abs().max()) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_an_optimizer_that_changes_all_parameters_is_told_to_take_those_of_its_rank(world: Ranks) -> None:
+    assert all("pipe.parameters()" in str(found) for found in world.run(decays, True, ranks=2))
+    assert max(world.run(decays, False, ranks=2)) < TOLERANCE
+
+
 def refuses(group: Any) -> None:
     model, (x, y) = net(), batch(0)
     pipe = zb.Pipeline(zb.split(model, example=x), "1f1b", MICROBATCHES, Loss(), group=group)

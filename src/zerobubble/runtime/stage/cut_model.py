@@ -9,11 +9,13 @@ Once a pipeline of this process has trained, each use of other ranks' tensors lo
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -272,6 +274,8 @@ class CutModel:
         if self._refuse_read is not None:
             return self._refuse_read(name)
         gathers = f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed"
+        if _is_in_optimizer():
+            gathers = f"make the optimizer of {self.pipe}.parameters(), the parameters of this rank"
         remedy = self.instead or gathers
         if what == "gradient":
             remedy = (
@@ -286,6 +290,16 @@ class CutModel:
             stages=named("stage", sorted(self._modules)),
             remedy=remedy,
         )
+
+
+def _is_in_optimizer() -> bool:
+    """Returns whether the current call comes from a `step` of an optimizer, which has parameters of the whole model."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(next(iter(frame.f_locals.values()), None), torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
