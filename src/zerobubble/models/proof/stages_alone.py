@@ -12,7 +12,10 @@ from torch.utils import _pytree as pytree
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.python_state import PythonState, Snapshot, put_back
 
-REMEDY = "the model has a dataflow that bypasses its parts; write its stages by hand, as build(stage, num_stages)"
+REMEDY = (
+    "the model has a dataflow that bypasses its parts: return what other code needs, such as self.aux_loss, from the forward of the part, "
+    "or write its stages by hand, as build(stage, num_stages)"
+)
 
 
 class StagesAlone:
