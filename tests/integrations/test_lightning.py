@@ -30,6 +30,7 @@ from zerobubble import InputError, PipelineError
 from zerobubble.integrations.batches import cut
 from zerobubble.integrations.lightning import PipelineStrategy
 from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_loader, refuse_optimizers
+from zerobubble.integrations.lightning.runner import _Loss
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own dependencies
 PROGRAM = Path(__file__).with_name("train_with_lightning.py")
@@ -508,6 +509,13 @@ def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "'train_loss'" in done.stdout
     assert "'val_loss'" in done.stdout
+
+
+def test_parameters_outside_the_network_have_their_names_in_the_module() -> None:
+    named = dict(Faulty(spread).named_parameters())
+    found = dict(_Loss(lambda output, target: output, named).named_parameters())
+    assert found.keys() == named.keys()
+    assert all(found[name] is parameter for name, parameter in named.items())
 
 
 @pytest.mark.feature("class weights with loss_weight", "custom losses")

@@ -497,7 +497,7 @@ class StepRunner:
 
     def _loss_function(self) -> Callable[[Any, Tensor], Tensor]:
         """Returns the loss function of a microbatch; if there are parameters outside the network, a module that holds them."""
-        outside = list(self._outside().values())
+        outside = self._outside()
         return _Loss(self._loss, outside) if outside else self._loss
 
     def _outside(self) -> dict[str, nn.Parameter]:
@@ -590,11 +590,18 @@ class StepRunner:
 
 
 class _Loss(nn.Module):
-    """The loss of a microbatch, with the parameters outside the network that `training_step` uses."""
+    """The loss of a microbatch, with the parameters outside the network that `training_step` uses, under their names in the module."""
 
-    def __init__(self, call: Callable[[Any, Tensor], Tensor], parameters: list[nn.Parameter]) -> None:
+    def __init__(self, call: Callable[[Any, Tensor], Tensor], parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
-        self.outside = nn.ParameterList(parameters)
+        for name, parameter in parameters.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for child in path:
+                if child not in owner._modules:
+                    owner._modules[child] = nn.Module()
+                owner = owner.get_submodule(child)
+            owner.register_parameter(last, parameter)
         self._call = call
 
     def forward(self, output: Any, target: Tensor) -> Tensor:
