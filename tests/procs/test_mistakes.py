@@ -133,6 +133,27 @@ def test_a_result_that_a_rank_does_not_have_says_who_has_it(world: Ranks, tmp_pa
     assert last[1] == ("", "")
 
 
+def scale_gradients(group: Any, folder: Path) -> list[tuple[str, str]]:
+    """Scales the gradients of a whole model by hand, before the first step of an optimizer."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    x = torch.rand(2 * M, 3)
+    with zb.Pipeline(zb.split(model, example=x[:2]), "1f1b", M, nn.functional.mse_loss, group=group) as pipe:
+        pipe.step(x, x)
+        uses: list[Mistake] = [
+            lambda _: [parameter.grad.mul_(2) for parameter in model.parameters()],
+            lambda _: [2 * parameter.grad for parameter in model.parameters()],
+            lambda pipe: [parameter.grad.mul_(2) for parameter in pipe.parameters()],
+        ]
+        return reported(group, uses, folder, pipe)
+
+
+def test_a_missing_gradient_says_whose_parameters_to_take(world: Ranks, tmp_path: Path) -> None:
+    for *found, right in world.run(scale_gradients, tmp_path, ranks=2):
+        for _, line in found:
+            states(line, "NoneType", "pipe.parameters()")
+        assert right == ("", "")
+
+
 class Paired(nn.Module):
     """Returns its output in a tuple or a dict, as many models do."""
 

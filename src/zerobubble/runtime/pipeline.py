@@ -287,7 +287,10 @@ class Pipeline(RefusesModuleCalls):
         called differently from the others. Targets and `kwargs` of another batch size than the inputs are such a failure, which closes the
         pipeline: their ranks compare sizes once the step has begun. So are targets that their rank refuses after others have begun.
         """
-        return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
+        loss = self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
+        if self._steps.num_ranks > 1:
+            explain_none("gradient", "parameters of other ranks' stages have no gradient on this rank: loop over pipe.parameters()")
+        return loss
 
     def order_ahead(self, inputs: list[Any]) -> None:
         """Orders the microbatches of a later `step` and plans their passes in a thread that runs until that step; see `played`.
