@@ -207,6 +207,37 @@ def test_an_optimizer_that_changes_all_parameters_is_told_to_take_those_of_its_r
     assert max(world.run(decays, False, ranks=2)) < TOLERANCE
 
 
+def shares_an_encoder(group: Any, cuts: list[list[str]]) -> float | str:
+    """Steps of two models with one encoder: the error of the second loss, or of the call."""
+    torch.manual_seed(0)
+    encoder = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    models = [nn.Sequential(*encoder, *(nn.Linear(WIDTH, WIDTH) for _ in range(count))).double() for count in (1, 5)]
+    singles, (x, y) = copy.deepcopy(models), batch(0)
+    mse, losses = nn.functional.mse_loss, []
+    splits = [zb.split(model, example=x[:2], cuts=own) for model, own in zip(models, cuts, strict=True)]
+    with zb.Pipeline(splits[0], "1f1b", 2, mse, group=group) as one, zb.Pipeline(splits[1], "1f1b", 2, mse, group=group) as other:
+        parameters = dict.fromkeys(p for model in models for p in model.parameters())
+        optimizers = [torch.optim.SGD(list(parameters), 0.1)]
+        optimizers.append(torch.optim.SGD(list(dict.fromkeys(p for model in singles for p in model.parameters())), 0.1))
+        for pipe, single in ((one, singles[0]), (other, singles[1])):
+            try:
+                loss = pipe.step(x, y)
+            except (zb.PipelineError, zb.InputError) as error:
+                return str(error)
+            expected = mse(single(x), y)
+            expected.backward()
+            losses.append(float(loss - expected.detach()))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return max(map(abs, losses))
+
+
+def test_an_encoder_of_two_pipelines_needs_one_rank(world: Ranks) -> None:
+    assert any("cuts=" in str(found) for found in world.run(shares_an_encoder, [["1"], ["4"]], ranks=2))
+    assert max(world.run(shares_an_encoder, [["2"], ["2"]], ranks=2)) < TOLERANCE
+
+
 def refuses(group: Any) -> None:
     model, (x, y) = net(), batch(0)
     pipe = zb.Pipeline(zb.split(model, example=x), "1f1b", MICROBATCHES, Loss(), group=group)

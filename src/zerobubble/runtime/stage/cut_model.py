@@ -270,12 +270,20 @@ class CutModel:
             "from the model's forward",
         )
 
+    def _is_of_other_pipeline(self, name: str) -> bool:
+        """Returns whether a stage of another open pipeline has this tensor on this rank, as for an encoder of two models."""
+        tensor = next((tensor for own, tensor in self.tensors() if own == name), None)
+        others = (held.tensor for model in list(_open) if model is not self for held in model.of_stages().values())
+        return tensor is not None and any(held is tensor for held in others)
+
     def _error(self, name: str, what: str) -> InputError:
         if self._refuse_read is not None:
             return self._refuse_read(name)
         gathers = f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed"
         if _is_in_optimizer():
             gathers = f"make the optimizer of {self.pipe}.parameters(), the parameters of this rank"
+        if self._is_of_other_pipeline(name):
+            gathers = "another pipeline trains it on this rank: cut both models by cuts= of zb.split, so that it is on one rank"
         remedy = self.instead or gathers
         if what == "gradient":
             remedy = (
