@@ -178,7 +178,7 @@ def test_a_mesh_that_shards_parameters_is_refused(tmp_path: Path, one_rank: None
 @pytest.mark.refuses("device_map")
 def test_a_model_that_is_spread_over_devices_is_refused(tmp_path: Path, one_rank: None) -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    model.hf_device_map = {"": "cpu"}  # as `from_pretrained` with a device_map leaves it
+    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}  # as `from_pretrained` with a device_map leaves it
     with raises(InputError, "device_map"):
         PipelineTrainer(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 

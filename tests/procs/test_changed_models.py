@@ -553,7 +553,7 @@ def test_a_parameter_that_several_ranks_hold_may_not_be_replaced(world: Ranks, i
     """All ranks of a pipeline raise one error; replicas name their own ranks."""
     for texts in world.run(shared_parameters, is_replicated, ranks=4 if is_replicated else 2):
         for text in texts:
-            states(text, "stage 0", "layers.1.weight" if is_replicated else "layers.0.weight")
+            states(text, "layers.1.weight" if is_replicated else "layers.0.weight")
 
 
 class Cell(nn.Module):

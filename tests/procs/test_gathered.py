@@ -202,7 +202,7 @@ def decays(group: Any, takes_model: bool) -> float | str:
             return max(float((p - q).abs().max()) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
 
 
-def test_an_optimizer_that_changes_all_parameters_is_told_to_take_those_of_its_rank(world: Ranks) -> None:
+def test_an_optimizer_that_changes_all_parameters_is_refused_with_those_of_its_rank(world: Ranks) -> None:
     assert all("pipe.parameters()" in str(found) for found in world.run(decays, True, ranks=2))
     assert max(world.run(decays, False, ranks=2)) < TOLERANCE
 

@@ -450,7 +450,7 @@ def test_memory_of_an_output_that_is_gone_is_another_tensors() -> None:
 
 def test_tensors_are_found_in_values_that_a_mapping_computes() -> None:
     """Two of them may have one id, one after the other."""
-    found = {id(tensor) for tensor in tensors_inside(ComputedValues(range(50), 2))}
+    found = {id(tensor) for _, tensor in tensors_inside(ComputedValues(range(50), 2))}
     assert found == set(map(id, ComputedValues.tensors))
 
 

@@ -75,9 +75,10 @@ class RefusesModuleCalls:
         def __setattr__(self, name: str, value: object) -> None:
             """Raises `InputError` for an argument or attribute of the pipeline, whose steps would not see the new value."""
             kind, is_made = type(self), "_session" in vars(self)
-            is_ours = name in vars(self) or hasattr(kind, name) or name in inspect.signature(kind).parameters
-            has_setter = name.startswith("_") or getattr(getattr(kind, name, None), "fset", None) is not None
-            if is_made and is_ours and not has_setter:
+            held = getattr(kind, name, None)
+            is_fixed = isinstance(held, property) and held.fset is None
+            is_ours = name in vars(self) or is_fixed or name in inspect.signature(kind).parameters
+            if is_made and is_ours and not (name.startswith("_") or callable(held)):  # a method may be wrapped
                 remedy = _CHANGED.get(name, "close the pipeline, and create one with the new value")
                 raise InputError("{attribute} of a Pipeline cannot be assigned", attribute=name, remedy=remedy)
             super().__setattr__(name, value)

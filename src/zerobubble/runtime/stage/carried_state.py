@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.values.payload import Tensors
 
 Place = tuple[str, nn.Module, str]
 """The path of a module, the module, and the name of its attribute."""
 _OF_TORCH = frozenset(vars(nn.Module()))
+_MOST_TENSORS = 16
+"""Of longer lists and tuples, the first tensors are looked at."""
 _OF_SHAPES: frozenset[Any] = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__}
     | {vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")}
@@ -66,7 +69,7 @@ class CarriedState:
         """Returns the attributes that may have a value for each of the samples."""
         return {
             (id(module), name): ((path, module, name), value)
-            for path, module in self._module.named_modules()
+            for path, module in stage_alone(self._module).named_modules()  # a loss may keep a running value
             for name, value in vars(module).items()
             if name not in _OF_TORCH and isinstance(value, (Tensor, tuple, list)) and _has_samples(value, num_samples)
         }
@@ -92,8 +95,14 @@ class _Watched:
 
     def replace(self) -> None:
         """Puts tensors in its place that notice when they are used."""
-        self._watching = tree_map_only(Tensor, lambda tensor: _Noticing.made(tensor, self._notice), self._value)
+        self._watching = self._noticing()
         vars(self._place[1])[self._place[2]] = self._watching
+
+    def _noticing(self) -> Any:
+        if isinstance(self._value, Tensor):
+            return _Noticing.made(self._value, self._notice)
+        noticing = [_Noticing.made(each, self._notice) if isinstance(each, Tensor) else each for each in self._value]
+        return type(self._value)(noticing) if type(self._value) in (list, tuple) else self._value
 
     def restore(self) -> None:
         """Puts the value back, unless the forward has set another."""
@@ -126,8 +135,9 @@ class _Noticing(Tensor):
 
 
 def _num_samples(inputs: Tensors) -> int:
-    return next((len(tensor) for tensor in inputs if tensor.dim()), 0)
+    return next((len(tensor) for tensor in inputs if tensor.layout is torch.strided and not tensor.is_nested and tensor.dim()), 0)
 
 
 def _has_samples(value: Any, num_samples: int) -> bool:
-    return bool(tree_any_only(Tensor, lambda tensor: tensor.numel() > 1 and num_samples in tensor.shape, value))
+    tensors = (value,) if isinstance(value, Tensor) else value[:_MOST_TENSORS]
+    return any(isinstance(each, Tensor) and not each.is_nested and each.numel() > 1 and num_samples in each.shape for each in tensors)

@@ -52,7 +52,7 @@ class StepInputs(NamedTuple):
         """Returns a number for values of the inputs and targets, which a float64 represents exactly; 0 if either is missing."""
         if self.inputs is None or self.targets is None:
             return 0
-        tensors = [leaf for leaf in tree_leaves((self.inputs, self.targets)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((self.inputs, self.targets)) if type(leaf) is Tensor and not leaf.is_nested]
         return int.from_bytes(sha256("".join(map(digest, tensors)).encode()).digest()[:6], "big")
 
     def refuse_missing(self, rank: int, *, is_first: bool, needs_targets: bool) -> None:
