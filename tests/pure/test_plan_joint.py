@@ -178,11 +178,14 @@ def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.Monke
     assert savings_of(found).gain >= 0
 
 
-@pytest.mark.parametrize("further", every(3, [{}, {"recompute": "full"}, {"host": HostLink(1e6, 1e6)}]))
-def test_news_of_a_search_over_cuts_and_offloads_count_what_was_tried(further: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("memory", "further"),
+    every(2, [(14_000, {"recompute": "full"}), (14_000, {}), (9_000, {"host": HostLink(1e6, 1e6), "evaluations": 100})]),
+)
+def test_news_of_a_search_over_cuts_and_offloads_count_what_was_tried(memory: int, further: dict[str, Any]) -> None:
     news: list[Any] = []
     layers = [Layer(2_000_000 + 100_000 * i, 2_000_000, 2_000_000 - 50_000 * i, 1000, 500) for i in range(10)]
-    made = plan(layers, 4, Limits((14_000,) * 3), placements="vee", evaluations=0, progress=news.append, **further)
+    made = plan(layers, 4, Limits((memory,) * 3), placements="vee", progress=news.append, **{"evaluations": 0, **further})
     over_cuts = [message for message in news if message.how.endswith("of the layers")]
     assert len(over_cuts) > 1
     assert news[-1] == over_cuts[-1]
@@ -190,4 +193,5 @@ def test_news_of_a_search_over_cuts_and_offloads_count_what_was_tried(further: d
     savings = made.saving(CutSavings)
     assert savings is not None
     assert f" {savings.cuts_planned} cuts " in news[-1].how
+    assert {level.name for level in savings.balanced.levels} == {level.name for level in made.levels}
     assert any(message.how.endswith("offloads") for message in news) == ("host" in further)

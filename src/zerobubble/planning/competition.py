@@ -252,7 +252,7 @@ class _Competition:
                         continue
                     grown = entry.on(twin, bound, self._bound(twin.problem), axis.order_from)
                     if not any(one.candidate.target == twin.target and rank_key(one.best) <= rank_key(grown.best) for one in entries):
-                        axis.show([one.best for one in (*entries, grown)], self.progress)
+                        axis.show([one.best for one in (*entries, grown) if not one.candidate.is_compared], self.progress)
                         yield grown
                     if perf_counter() > until:
                         return

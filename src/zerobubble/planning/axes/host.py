@@ -6,7 +6,7 @@ the minimal offloads that they need. The quickest ones get a search over offload
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -18,6 +18,7 @@ from zerobubble.errors import InputError
 from zerobubble.offload import HostLink, plan_offloads
 from zerobubble.offload.choice import EVALUATIONS, ROUNDS
 from zerobubble.planning.answer import Plan, Saving
+from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.axes.axis import ChoicesOfAxis, Contest
 from zerobubble.planning.candidate import UNBOUNDED, Candidate, Lift
 from zerobubble.planning.problem.from_work import ample_limits
@@ -89,11 +90,18 @@ class HostChoices(ChoicesOfAxis):
             with CtrlC():
                 for better in self._searched([plan for plan in answers if plan.offloads], best, contest):
                     best = min(best, better, key=_price)
+                    self.show([replace(best, bound=contest.least_bound(best))], contest.progress)
         best = contest.bounded(best)
         without = min((plan.time or 0 for plan in answers if not plan.offloads), default=None)
         return found.with_winner(
             replace(best, seconds=found.seconds), OffloadSavings(best, without, contest.least_bound(best)), *found.savings
         )
+
+    def show(self, plans: Sequence[Plan], progress: ProgressCallback | None) -> None:
+        if progress is not None:
+            best = min(plans, key=_price)
+            how = counted(sum(len(rank.offloads) for rank in best.offloads), "offload")
+            progress(PlanProgress.for_problem(best.placement.name, best.problem, best.time or 0, best.bound.time, how))
 
     def _searched(self, answers: list[Plan], best: Plan, contest: Contest) -> Iterator[Plan]:
         """Plans after a search over their offloads: the quickest, and the quickest without limits, which minimal offloads often slow."""

@@ -239,7 +239,8 @@ class LayersChoices(ChoicesOfAxis):
         if found.order is None:
             raise InputError("nothing can run with balanced cuts: {reason}", reason=found.reason)
         moved = self._moved_with_gathers(found, contest) if found.saving(FewGathers) else found
-        here = [entry for entry in contest.entries if entry.plans and entry.candidate.target.placement == found.placement]
+        able = [entry for entry in contest.entries if entry.plans and not entry.candidate.is_compared]
+        here = [entry for entry in able if entry.candidate.target.placement == found.placement]
         starts = [entry.best for entry in here if entry.candidate.label(NAME) == BALANCED]
         balanced = moved if _cut(moved).cuts in [_cut(start).cuts for start in starts] else min(starts, key=rank_key)
         winner, balanced = self._with_bound(moved), self._with_bound(replace(balanced, choices=(), savings=()))
