@@ -28,14 +28,13 @@ from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.stage.buffer_order import BufferOrder
-from zerobubble.runtime.stage.carried_state import CarriedState
 from zerobubble.runtime.stage.chosen_calls import ChosenCalls, shadowing
 from zerobubble.runtime.stage.forward_state import FirstRun
+from zerobubble.runtime.stage.forward_watch import ForwardWatch
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputedParts
 from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
-from zerobubble.runtime.stage.unsaved_reads import UnsavedReads
 from zerobubble.runtime.values.buffers import changing_parameters
 from zerobubble.runtime.values.far_gradients import KnowsOrigins, Origin, refuse_far_gradient
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
@@ -103,8 +102,7 @@ class Stage:
         self._before_weight: set[int] = set()
         self._first_runs: dict[int, FirstRun | ChosenCalls] = {}
         self._buffers: BufferOrder | None = None
-        self._unsaved_reads = UnsavedReads(module, index)
-        self._carried_state = CarriedState(module, index)
+        self._watch = ForwardWatch(module, index)
         self._goes_back = True
         self.loss_fn: object = None
         self._python_states: dict[nn.Module, PythonState] = {}
@@ -118,8 +116,7 @@ class Stage:
         self._buffers = BufferOrder(
             self.module, self.index, changing_parameters(list(self.module.modules())) if self.shards is None else ()
         )
-        self._unsaved_reads.begin()
-        self._carried_state.begin()
+        self._watch.begin()
         self._has_gathered = False
 
     def use_gathered(self) -> None:
@@ -180,7 +177,7 @@ class Stage:
         return outputs
 
     def _forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        with self._unsaved_reads.forward(self._nodes_in_flight), self._carried_state.forward(inputs):
+        with self._watch.forward(inputs, self._nodes_in_flight):
             outputs = carry(partial(self._run, microbatch), inputs, finish, self.index, trains=True)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
@@ -204,7 +201,7 @@ class Stage:
         def run(arguments: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
             return self._outputs_of(self.splitter.forward(microbatch, arguments), arguments, finish)
 
-        with first.running(), self._unsaved_reads.forward(self._nodes_in_flight), self._carried_state.forward(inputs):
+        with first.running(), self._watch.forward(inputs, self._nodes_in_flight):
             outputs = carry(run, inputs, finish, self.index, trains=True)
         if self._buffers is not None:
             self._buffers.forward_ended(microbatch)
@@ -226,10 +223,10 @@ class Stage:
             assert microbatch in self._after_forward, "R follows the forward"
             return
         if isinstance(first, ChosenCalls):
-            with self._unsaved_reads.recomputing():
+            with self._watch.recomputing():
                 first.recompute()
             return
-        with first.restored(), self._unsaved_reads.recomputing():
+        with first.restored(), self._watch.recomputing():
             self._forward(microbatch, first.inputs, first.finish)
         now = len(self._after_forward[microbatch][1])
         if now != first.num_outputs_with_grad:

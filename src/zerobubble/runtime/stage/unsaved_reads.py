@@ -7,7 +7,7 @@ backward of a microbatch runs before the forward of the next, so both give right
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,42 +28,24 @@ _READ_NOTHING = ("AddBackward0", "SubBackward0")
 class UnsavedReads:
     """Compares what the backward passes of microbatches in flight read before and after stage `index` runs another forward.
 
-    It walks the autograd graphs, and copies up to 4096 elements of each parameter in them and of each tensor in a `ctx`. It does so in
-    steps 1, 2, 4, 8 and so on of those in which several microbatches are in flight, and of those with R. `profile` runs one at a time.
+    It walks the autograd graphs, and copies up to 4096 elements of each parameter in them and of each tensor in a `ctx`.
     """
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self._module = module
         self._index = index
         self._names: dict[int, str] = {}
-        self._num_steps = {"forward": 0, "R": 0}
-        self._in_step: set[str] = set()
 
     def begin(self) -> None:
         """Begins a step with the current parameters of the module."""
-        for kind in self._in_step:
-            self._num_steps[kind] += 1
-        self._in_step.clear()
-        self._names = {id(parameter): name for name, parameter in self._module.named_parameters()} if self._is_due("forward") else {}
-
-    def _is_due(self, kind: str) -> bool:
-        """Returns whether the number of the next step of this kind is a power of two."""
-        num_steps = self._num_steps[kind]
-        return num_steps & (num_steps + 1) == 0
+        self._names = {id(parameter): name for name, parameter in self._module.named_parameters()}
 
     @contextmanager
-    def forward(self, nodes_in_flight: Callable[[], Sequence[Any]]) -> Iterator[None]:
-        """Context of a forward; `nodes_in_flight` returns the nodes from which the backward passes of other microbatches begin.
+    def forward(self, nodes: Sequence[Any]) -> Iterator[None]:
+        """Context of a forward; the backward passes of other microbatches begin at `nodes`.
 
         Raises `InputError` if the forward overwrites what such a backward reads.
         """
-        is_due = self._is_due("forward")
-        nodes = nodes_in_flight() if is_due else ()
-        if nodes or not is_due:
-            self._in_step.add("forward")
-        if not nodes:
-            yield
-            return
         distinct = {id(tensor): (what, tensor) for what, tensor in self._reached(nodes)}
         before = [_Read(what, tensor) for what, tensor in distinct.values()]
         yield
@@ -83,10 +65,6 @@ class UnsavedReads:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Context of an R. Raises `InputError` if it changes a parameter, as the forward has before: one device changes it once."""
-        self._in_step.add("R")
-        if not self._is_due("R"):
-            yield
-            return
         before = [_Read(f"parameter {name}", parameter) for name, parameter in self._module.named_parameters()]
         yield
         for read in before:
