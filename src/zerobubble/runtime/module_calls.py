@@ -74,11 +74,7 @@ class RefusesModuleCalls:
 
         def __setattr__(self, name: str, value: object) -> None:
             """Raises `InputError` for an argument or attribute of the pipeline, whose steps would not see the new value."""
-            kind, is_made = type(self), "_session" in vars(self)
-            held = getattr(kind, name, None)
-            is_fixed = isinstance(held, property) and held.fset is None
-            is_ours = name in vars(self) or is_fixed or name in inspect.signature(kind).parameters
-            if is_made and is_ours and not (name.startswith("_") or callable(held)):  # a method may be wrapped
+            if not name.startswith("_") and "_session" in vars(self) and _is_fixed(self, name):
                 remedy = _CHANGED.get(name, "close the pipeline, and create one with the new value")
                 raise InputError("{attribute} of a Pipeline cannot be assigned", attribute=name, remedy=remedy)
             super().__setattr__(name, value)
@@ -91,6 +87,15 @@ class RefusesModuleCalls:
                 raise AttributeError(f"'Pipeline' object has no attribute {name!r}", name=name, obj=self)
             remedy = _unless_wrapped(_remedy(name, dir(type(self))))
             raise MissingNameError("a Pipeline has no {attribute}", attribute=name, remedy=remedy)
+
+
+def _is_fixed(pipeline: RefusesModuleCalls, name: str) -> bool:
+    """Returns whether `name` is an argument or attribute of a pipeline. A method may be wrapped."""
+    kind = type(pipeline)
+    held = getattr(kind, name, None)
+    if callable(held):
+        return False
+    return name in vars(pipeline) or (isinstance(held, property) and held.fset is None) or name in inspect.signature(kind).parameters
 
 
 def _unless_wrapped(remedy: str) -> str:
