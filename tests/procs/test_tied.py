@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from tests.procs.endpoints import Lines, of_group
@@ -334,21 +335,42 @@ def test_ranks_that_disagree_are_reported(world: Ranks) -> None:
         states(message, "rank 0", "[(0, 'tok.weight'), (1, 'head.weight')]", "rank 1", "none")
 
 
-def replaced(group: Any) -> str:
-    """A tied parameter that somebody puts another in the place of."""
-    with zb.Pipeline(Stage, "1f1b", 4, loss_fn, group=group, tied=ends(2)) as pipe:
-        pipe.step(*batch(4))
-        (module,) = pipe.modules.values()
-        if module.head is not None:
-            module.head.weight = nn.Parameter(module.head.weight.detach())
-        with pytest.raises(zb.PipelineError) as caught:
-            pipe.step(*batch(4))
-        return str(caught.value)
+def replaced(group: Any, name: str, stage: int, path: str, is_replicated: bool) -> tuple[list[str], Tensor, Tensor]:
+    """The errors of calls after another parameter has taken the place of a shared one on one rank, and losses before it and afterwards."""
+    count, (owner, _, leaf) = num_stages_of(name, 2, 4), path.rpartition(".")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")) if is_replicated else None
+    where = {"mesh": mesh} if is_replicated else {"group": group}
+    with zb.Pipeline(Stage, name, 4, loss_fn, tied=() if is_replicated else blocks(count), **where) as pipe:
+        before, module = pipe.step(*batch(4)), pipe.modules.get(stage)
+        holder: Any = None if module is None else module.get_submodule(owner)
+        parameter = getattr(holder, leaf, None)
+        if parameter is not None:
+            setattr(holder, leaf, nn.Parameter(parameter.detach() + 1))
+        errors = []
+        for call in (pipe.step, pipe.eval_step, pipe.profile):
+            with pytest.raises(zb.InputError) as caught:
+                call(*batch(4))
+            errors.append(str(caught.value))
+        if parameter is not None:
+            setattr(holder, leaf, parameter)
+        return errors, before, pipe.step(*batch(4))
 
 
-def test_a_tied_parameter_may_not_be_replaced(world: Ranks) -> None:
-    for message in world.run(replaced, ranks=2):
-        states(message, "stage 1", "head.weight")
+@pytest.mark.parametrize(
+    ("name", "stage", "path", "is_replicated"),
+    [
+        ("1f1b", 1, "head.weight", False),
+        ("1f1b", 0, "tok.weight", False),
+        ("zb-v", 2, "block.down.weight", False),
+        ("1f1b", 1, "block.down.weight", True),
+    ],
+)
+def test_a_shared_parameter_may_not_be_replaced_on_any_rank(world: Ranks, name: str, stage: int, path: str, is_replicated: bool) -> None:
+    """Only the rank of the stage sees it, and others may have begun a step: each call is an error on all ranks, until it is put back."""
+    for errors, before, after in world.run(replaced, name, stage, path, is_replicated, ranks=4 if is_replicated else 2):
+        for message in errors:
+            states(message, f"stage {stage}", path)
+        assert torch.equal(before, after)
 
 
 def test_groups_that_meet_are_one() -> None:

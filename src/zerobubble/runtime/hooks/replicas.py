@@ -134,7 +134,8 @@ class Replicas(StepHook):
                         "sum gradients of parameters from then",
                         name=name,
                         stage=stage,
-                        remedy="change its values in place, as load_state_dict does without assign=True, or create a new pipeline",
+                        remedy="put the former parameter back, and change its values in place, as load_state_dict does without "
+                        "assign=True; to train another one, make a new pipeline and optimizer",
                     )
 
     @changing_weights()

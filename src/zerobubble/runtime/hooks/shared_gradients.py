@@ -216,7 +216,8 @@ class SharedGradients(StepHook):
                     ),
                     stage=stage,
                     other=", ".join(other),
-                    remedy="make a new Pipeline",
+                    remedy="put the former parameters back, and change their values in place; to train others, make a new pipeline and "
+                    "optimizer",
                 )
 
     def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:

@@ -117,6 +117,8 @@ class Stages:
         self._num_checked = 0
         self.refusals: list[Callable[[], None]] = []
         """Functions that raise `InputError` if parameters were replaced which other stages or ranks hold, too."""
+        self.compares_parameters = False
+        """Whether ranks compare such faults in each call, because each has its own stages, whose parameters others do not see."""
         self.replaced: ReplacedParameters | None = None
 
     def follow_models(self) -> None:
@@ -157,9 +159,12 @@ class Stages:
         return (stage for stage in stages if isinstance(stage, FollowsModel))
 
     def refuse_replaced(self) -> None:
-        """Raises `InputError` if parameters were replaced which other stages or ranks hold, too, or for hooks that a graph does not run."""
+        """Raises `InputError` if parameters were replaced which other stages or ranks hold, too."""
         for refuse in self.refusals:
             refuse()
+
+    def refuse_hooks(self) -> None:
+        """Raises `InputError` for hooks that a graph does not run."""
         for stage in self._traced.values():
             stage.splitter.refuse_hooks()
 

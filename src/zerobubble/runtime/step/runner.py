@@ -178,12 +178,17 @@ class StepRunner:
         if self.step_hooks.need_rollback_points:
             self.programs.use_rollback_points()
 
-    def choose(self, num_microbatches: int | None, *, trains: bool = True) -> ReadyProgram:
+    def choose(self, num_microbatches: int | None, given: StepInputs | None = None, *, trains: bool = True) -> ReadyProgram:
         """Returns the program for this number of microbatches, None for the default one, and makes it current.
 
-        If there is none, or if it must train and cannot, the call is refused on every rank.
+        If there is none, or if it must train and cannot, or if a captured step cannot train with what is `given`, the call is refused on
+        every rank.
         """
+        if self._stages.compares_parameters:
+            self._refusals.of_any_rank(self._stages.refuse_replaced, trains=trains)
         with self._refusals.of_call():
+            if given is not None and self._captured is not None:
+                self._captured.refuse(self.schedule.num_microbatches if num_microbatches is None else num_microbatches, given)
             if trains:
                 self._refuse_to_train()
             require("num_microbatches", num_microbatches, optional(MICROBATCHES))
@@ -206,10 +211,7 @@ class StepRunner:
     def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
         """Runs one training step with its hooks and returns the mean loss."""
         began = perf_counter()
-        if self._captured is not None:
-            with self._refusals.of_call():
-                self._captured.refuse(self.schedule.num_microbatches if num_microbatches is None else num_microbatches, given)
-        compiled = self.choose(num_microbatches)
+        compiled = self.choose(num_microbatches, given)
         assert compiled.train is not None
         self.cut_model.release_if_changed()
         executor = compiled.train
@@ -405,7 +407,9 @@ class StepRunner:
         cut_kwargs = partial(split_kwargs, given.kwargs, self.modules, count, gradients=gradients, batch_dims=given.batch_dims)
         self._refusals.of_unknown_dims(given.batch_dims, partial(known_names, given, self.modules))
         with self._refusals.of_batch(executor, outputs):
-            self._stages.refuse_replaced()
+            if not self._stages.compares_parameters:
+                self._stages.refuse_replaced()
+            self._stages.refuse_hooks()
             given.refuse_missing(self.peers.members[self.rank], is_first=is_first, needs_targets=is_last and outputs is None)
             refuse_other_kwargs(given.kwargs)
             cut = partial(split_batch, num_microbatches=count, gradients=gradients, batch_dims=given.batch_dims)
