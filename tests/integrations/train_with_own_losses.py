@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -25,6 +26,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -50,6 +53,12 @@ POSITIONS = ("start_positions", "end_positions")
 
 def language_model() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES)).double()
+
+
+def expert_model() -> nn.Module:
+    """A model that also returns the balance of its experts, a number of the whole batch, and a row of router logits for each token."""
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.0, "experts_implementation": "eager"}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=2, **experts, **SIZES)).double()
 
 
 def classifier() -> nn.Module:
@@ -203,6 +212,18 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
 
         def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
             return token_losses(logits, labels)
+
+    class Balanced(Mean):
+        """Predicts the numbers that the model returns to `compute_loss`, without labels, and those with labels."""
+
+        def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+            loss, outputs, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            if prediction_loss_only:
+                return loss, None, None
+            with torch.no_grad():
+                own = model(**inputs)
+            unlabeled = super().prediction_step(model, {"input_ids": inputs["input_ids"]}, prediction_loss_only, ignore_keys)[1]
+            return loss, (outputs, own.loss, own.aux_loss, unlabeled), labels
 
     class OldSignature(base):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -455,6 +476,7 @@ CASES: dict[str, dict[str, Any]] = {
     "speech": {"kind": "Trainer", "model": speech_model, "data": speech},
     "flags of one rank": {"kind": "Mean", "callbacks": [FlagsOfOneRank]},
     "gradients by value": {"kind": "Clamped", "callbacks": [ClipsValues]},
+    "experts": {"kind": "Balanced", "model": expert_model, "data": full_tokens},
     "penalty": {"kind": "Penalized", "settings": {"gradient_accumulation_steps": 2}},
     "own state_dict": {"kind": "Mean", "model": model_with_own_state_dict, "settings": {"save_strategy": "steps", "save_steps": 2}},
     "optimizer of the model": {"kind": "Mean", "optimizer": torch.optim.SGD},
@@ -549,14 +571,13 @@ def play(trainer: Trainer) -> dict[str, Any]:
     except Exception as error:
         fields = getattr(error, "fields", {})
         return {"error": type(error).__name__, "fields": {name: str(value) for name, value in fields.items()}, "text": str(error)}
-    predictions = predicted.predictions
-    predictions = predictions[0] if isinstance(predictions, tuple) else predictions
+    predictions = [np.asarray(values, dtype=np.float64) for values in pytree.tree_leaves(predicted.predictions)]
     rows = [{key: value for key, value in row.items() if isinstance(value, (int, float))} for row in trainer.state.log_history]
     drew = not torch.equal(start, torch.get_rng_state())
-    shape = list(predictions.shape)
+    shapes, totals = [list(values.shape) for values in predictions], [float(np.abs(values).sum()) for values in predictions]
     counted = [getattr(trainer, name, 0) for name in ("calls", "samples", "total")]
-    total = float(np.abs(np.asarray(predictions, dtype=np.float64)).sum())
-    return {"rows": rows, "test_loss": predicted.metrics["test_loss"], "shape": shape, "total": total, "drew": drew, "counted": counted}
+    predicted = {"test_loss": predicted.metrics["test_loss"], "shapes": shapes, "totals": totals}
+    return {"rows": rows, **predicted, "drew": drew, "counted": counted}
 
 
 def main() -> None:

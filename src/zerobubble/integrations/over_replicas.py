@@ -8,12 +8,18 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def gather_over_replicas(group: dist.ProcessGroup, accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
-    """Gathers like `Accelerator.gather_for_metrics` from one rank of each replica, or like `gather` without an accelerator."""
+    """Gathers like `Accelerator.gather_for_metrics` from one rank of each replica, or like `gather` without an accelerator.
+
+    With one replica, a number has no dimension, as on one device, where Accelerator then drops no rows of the last batch.
+    """
 
     def gather(tensor: Tensor) -> Tensor:
+        if group.size() == 1:
+            return tensor
         tensor = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
         everywhere = [torch.empty_like(tensor) for _ in range(group.size())]
         dist.all_gather(everywhere, tensor, group=group)
@@ -21,7 +27,8 @@ def gather_over_replicas(group: dist.ProcessGroup, accelerator: Any, data: Any, 
 
     gathered = recursively_apply(gather, data, error_on_other_type=True)
     state = accelerator.gradient_state if accelerator is not None else None
-    if state is not None and state.end_of_dataloader and state.remainder > 0:
+    has_numbers = any(isinstance(leaf, Tensor) and not leaf.ndim for leaf in pytree.tree_leaves(gathered))
+    if state is not None and state.end_of_dataloader and state.remainder > 0 and not has_numbers:
         return recursively_apply(lambda tensor: tensor[: state.remainder], gathered)
     return gathered
 

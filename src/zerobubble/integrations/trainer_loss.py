@@ -34,6 +34,7 @@ class Batch(Microbatches):
 
     Attributes:
         factor: The factor of the loss of the batch.
+        states_before: The random states before all captures.
         states_after: The random states after all captures.
         rules: How each number of the batch follows from the numbers of microbatches.
         shares: The factor of the loss of each microbatch in the loss of the batch.
@@ -41,6 +42,7 @@ class Batch(Microbatches):
     """
 
     factor: float = 1.0
+    states_before: RandomStates | None = None
     states_after: RandomStates | None = None
     rules: dict[str, Rule] = field(default_factory=dict)
     shares: list[float] = field(default_factory=list)
@@ -76,9 +78,12 @@ class TrainerLoss:
 
     # A batch
 
-    def begin(self, inputs: Any, items: Any, factor: float, *, trains: bool, returns_outputs: bool = False) -> Batch:
-        """Returns the microbatches of a batch with the arguments of the model for each, after finding out the rules if that is due."""
-        count = min(num_samples(inputs, self._dims), self._trainer._num_microbatches)
+    def num_microbatches(self, inputs: Any) -> int:
+        """Returns the number of microbatches of a batch: fewer than usual for a batch with fewer samples."""
+        return min(num_samples(inputs, self._dims), self._trainer._num_microbatches)
+
+    def begin(self, inputs: Any, items: Any, factor: float, count: int, *, trains: bool, returns_outputs: bool = False) -> Batch:
+        """Returns `count` microbatches of a batch with the arguments of the model for each, after finding out the rules if that is due."""
         batch = Batch(cut(inputs, count, self._dims)[0], trains, items, returns_outputs, factor=factor)
         key = trains, tuple(name for name, value in inputs.items() if value is not None)
         self._num_steps[trains] += 1
@@ -153,6 +158,12 @@ class TrainerLoss:
             for row in logs:
                 self._trainer.log(row)
 
+    def drop(self, batch: Batch) -> None:
+        """Ends a batch as if it had not begun: random states are those before it, and it logs nothing."""
+        self._batch = None
+        if batch.states_before is not None:
+            batch.states_before.set()
+
     def own_loss(self, batch: Batch) -> Tensor:
         """Returns the loss of this replica's batch, on the rank that computes the losses."""
         return torch.stack([batch.called[index].loss * share for index, share in enumerate(batch.shares) if share]).sum()
@@ -178,7 +189,7 @@ class TrainerLoss:
     def _capture(self, batch: Batch) -> None:
         """Captures the arguments of the model for each microbatch, with the random states of each if random numbers are drawn."""
         device = self._trainer.args.device
-        before = RandomStates.now(device)
+        batch.states_before = before = RandomStates.now(device)
         draws = self._draws[batch.trains]
         self._capture_all(batch, keeps=draws)
         after = RandomStates.now(device)

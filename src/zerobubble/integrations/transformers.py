@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
 from zerobubble.integrations.trainer_options import wrong_options
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import from_last_stage, replaced
+from zerobubble.integrations.whole_outputs import WholeOutputs
 from zerobubble.models.observation.example import TAKES_SUMS
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.options import ALIKE
@@ -113,6 +114,7 @@ class PipelineMixin(_Trainer):
         self._pipe: zb.Pipeline | None = None
         self._cut_model: nn.Module | None = None
         super().__init__(*args, **kwargs)
+        self._whole_outputs = WholeOutputs(self._from_last_stage)
         self._computed = TrainerLoss(self, loss_weight, self._options.get("batch_dims", {}), self._merged_attributes)
         if found := self._wrong_options():
             raise InputError("{trainer} cannot train with {faults}", trainer=type(self).__name__, faults="; ".join(found))
@@ -257,9 +259,10 @@ class PipelineMixin(_Trainer):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
         with self._autocast():
-            batch = self._computed.begin(inputs, num_items_in_batch, self._factor(num_items_in_batch), trains=True)
+            count = self._computed.num_microbatches(inputs)
+            batch = self._computed.begin(inputs, num_items_in_batch, self._factor(num_items_in_batch), count, trains=True)
             self.pipeline._steps.cut_model.release()
-            loss = self.pipeline.step(batch.arguments, batch.targets, num_microbatches=self._fewer_microbatches(batch))
+            loss = self.pipeline.step(batch.arguments, batch.targets, num_microbatches=count)
         self._computed.finish(batch)
         return loss.detach().to(self.args.device)
 
@@ -272,11 +275,6 @@ class PipelineMixin(_Trainer):
 
     def _autocast(self) -> Any:
         return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.accelerator.mixed_precision == "bf16")
-
-    def _fewer_microbatches(self, batch: Batch) -> int | None:
-        """Returns the number of microbatches of a batch with fewer samples than microbatches: one per sample. None for other batches."""
-        count = len(batch.parts)
-        return count if count < self._num_microbatches else None
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of the model that the stages take."""
@@ -336,8 +334,8 @@ class PipelineMixin(_Trainer):
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         labels = tuple(inputs[name].detach() for name in self.label_names) if has_labels else None
         with torch.no_grad(), self._autocast():
-            found = self._evaluated(inputs, ignore_keys, prediction_loss_only) if has_labels else self._outputs(inputs, ignore_keys)
-        loss, logits = self._from_last_stage(found)
+            evaluated = self._evaluated if has_labels else self._outputs
+            loss, logits = evaluated(inputs, ignore_keys, prediction_loss_only)
         if prediction_loss_only:
             return loss, None, None
         logits = logits[0] if len(logits) == 1 else logits
@@ -358,7 +356,7 @@ class PipelineMixin(_Trainer):
         return isinstance(self, transformers.Seq2SeqTrainer) and self.args.predict_with_generate
 
     def _output_of_batch(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        """Returns the output of the model on every rank, for a method of a subclass that calls it. A batch with labels is not cut."""
+        """Returns the output of the model on every rank, for a method of a subclass that calls it."""
         name = type(self).__name__
         if torch.is_grad_enabled():
             remedy = "compute the loss in compute_loss, and let training_step call super().training_step"
@@ -367,37 +365,49 @@ class PipelineMixin(_Trainer):
             raise InputError(
                 "{cls} calls the model with {unnamed} arguments without names", cls=name, unnamed=len(args), remedy="name them"
             )
-        has_labels = any(arguments.get(label) is not None for label in self.label_names)
-        count = 1 if has_labels else min(num_samples(arguments, self._options.get("batch_dims")), self._num_microbatches)
         arguments = {label: value for label, value in arguments.items() if value is not None}
         with self._autocast():
-            _, output = self.pipeline.eval_step([arguments] if has_labels else arguments, num_microbatches=count)
-        if has_labels and isinstance(output, MutableMapping) and output["loss"].ndim:
-            output["loss"] = output["loss"][0]
-        return self._from_last_stage(output)
+            samples = num_samples(arguments, self._options.get("batch_dims"))
+            return self._whole_outputs.of(self.pipeline, arguments, samples, min(samples, self._num_microbatches))
 
-    def _evaluated(self, inputs: dict[str, Any], ignored: list[str], loss_only: bool) -> tuple[Tensor, Any] | None:
-        """Returns the loss of this replica's batch and the outputs that `compute_loss` returns, on the rank of the last stage."""
+    def _evaluated(self, inputs: dict[str, Any], ignored: list[str], loss_only: bool) -> tuple[Tensor, Any]:
+        """Returns the loss of this replica's batch and the outputs that `compute_loss` returns, on every rank."""
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
-        batch = self._computed.begin(inputs, num_items, 1.0, trains=False, returns_outputs=self._needs_outputs(loss_only))
-        _, output = self.pipeline.eval_step(batch.arguments, batch.targets, num_microbatches=self._fewer_microbatches(batch))
-        loss = None if output is None else self._computed.own_loss(batch)
-        outputs = None if output is None or loss_only else batch.joined_outputs()
-        self._computed.finish(batch)
-        if loss is None:
-            return None
-        if isinstance(outputs, Mapping):
-            return loss, tuple(value for name, value in outputs.items() if name not in (*ignored, "loss"))
-        return loss, None if outputs is None else outputs[1:]
+        returns_outputs = self._needs_outputs(loss_only)
+        batch: Batch | None = None
 
-    def _outputs(self, inputs: dict[str, Any], ignored: list[str]) -> tuple[None, Any] | None:
-        """Returns the outputs of the model for a batch without labels, on the rank of the last stage."""
-        count = min(num_samples(inputs, self._options.get("batch_dims")), self._num_microbatches)
+        def run(count: int) -> Any:
+            nonlocal batch
+            if batch is not None:
+                self._computed.drop(batch)
+            batch = self._computed.begin(inputs, num_items, 1.0, count, trains=False, returns_outputs=returns_outputs)
+            _, output = self.pipeline.eval_step(batch.arguments, batch.targets, num_microbatches=count)
+            found = None
+            if output is not None:
+                outputs = None if loss_only else batch.joined_outputs()
+                rest = None if outputs is None or isinstance(outputs, Mapping) else outputs[1:]
+                found = self._computed.own_loss(batch), _values(outputs, (*ignored, "loss"), rest)
+            return self._from_last_stage(found)
+
+        found = self._of_whole_batch(run, inputs, (loss_only, returns_outputs))
+        assert batch is not None
+        self._computed.finish(batch)
+        return found
+
+    def _outputs(self, inputs: dict[str, Any], ignored: list[str], loss_only: bool) -> tuple[None, Any]:
+        """Returns the outputs of the model for a batch without labels, on every rank."""
         arguments = self._arguments_of_stages(dict(inputs))
-        _, output = self.pipeline.eval_step(arguments, num_microbatches=count if count < self._num_microbatches else None)
-        if output is None:
-            return None
-        return None, tuple(value for name, value in output.items() if name not in ignored) if isinstance(output, Mapping) else output
+
+        def run(count: int) -> Any:
+            _, output = self.pipeline.eval_step([arguments] if count == 1 else arguments, num_microbatches=count)
+            return self._from_last_stage(None if output is None or loss_only else _values(output, ignored, output))
+
+        return None, self._of_whole_batch(run, inputs, ())
+
+    def _of_whole_batch(self, run: Callable[[int], Any], inputs: dict[str, Any], form: tuple[bool, ...]) -> Any:
+        """Returns what a `run` of a batch gives, see `WholeOutputs.of_runs`."""
+        samples = num_samples(inputs, self._options.get("batch_dims"))
+        return self._whole_outputs.of_runs(run, (*form, *inputs), samples, self._computed.num_microbatches(inputs))
 
     def _gather_among_replicas(self, tensor: Any) -> Any:
         return gather_over_replicas(self._same_stages, None, tensor)
@@ -471,6 +481,11 @@ class PipelineMixin(_Trainer):
 
 class PipelineTrainer(PipelineMixin, transformers.Trainer):
     """`transformers.Trainer` with the model in a pipeline. Its arguments are those of Trainer and of `PipelineMixin`."""
+
+
+def _values(outputs: Any, ignored: Sequence[str], other: Any) -> Any:
+    """Returns the outputs of a model whose names are not ignored, or `other` if they have no names."""
+    return tuple(value for name, value in outputs.items() if name not in ignored) if isinstance(outputs, Mapping) else other
 
 
 class _Stages(nn.Module):

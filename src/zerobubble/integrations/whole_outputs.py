@@ -35,25 +35,29 @@ class WholeOutputs:
             count: The number of microbatches of a batch whose outputs are rows.
         """
         form = tuple(arguments) if isinstance(arguments, dict) else len(arguments) if isinstance(arguments, tuple) else 1
+
+        def run(count: int) -> Any:
+            _, output = pipe.eval_step([arguments] if count == 1 else arguments, num_microbatches=count)
+            return self._share(output)
+
+        return self.of_runs(run, form, samples, count)
+
+    def of_runs(self, run: Callable[[int], Any], form: Any, samples: int, count: int) -> Any:
+        """Returns what `run`, a collective of all ranks, gives for a batch of this `form` in one or `count` microbatches."""
         is_cut = self._is_cut.get(form)
         if is_cut is False or count == 1:
-            return self._whole(pipe, arguments)
-        _, output = pipe.eval_step(arguments, num_microbatches=count)
-        output = self._share(output)
-        if is_cut or not any(_may_be_numbers(leaf, samples, count) for leaf in pytree.tree_leaves(output)):
+            return run(1)
+        output = run(count)
+        if is_cut or not any(_may_be_numbers(leaf, samples) for leaf in pytree.tree_leaves(output)):
             return output
-        whole = self._whole(pipe, arguments)
+        whole = run(1)
         self._is_cut[form] = _shapes(whole) == _shapes(output)
         return whole
 
-    def _whole(self, pipe: zb.Pipeline, arguments: Any) -> Any:
-        _, output = pipe.eval_step([arguments], num_microbatches=1)
-        return self._share(output)
 
-
-def _may_be_numbers(leaf: Any, samples: int, count: int) -> bool:
-    """Returns whether a joined output may have something other than rows of samples, such as a number of each microbatch."""
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and (leaf.shape == (count,) or len(leaf) % samples != 0)
+def _may_be_numbers(leaf: Any, samples: int) -> bool:
+    """Returns whether a joined output may have something other than a row for each sample, such as numbers of each microbatch."""
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and (leaf.ndim == 1 or len(leaf) != samples)
 
 
 def _shapes(output: Any) -> list[Any]:
