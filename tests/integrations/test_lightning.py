@@ -9,6 +9,7 @@ import signal
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -436,6 +437,36 @@ def test_a_time_is_logged_as_a_mean(one_rank: lightning.Trainer) -> None:
 def test_a_training_step_that_cannot_be_cut_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
     with raises((InputError, PipelineError), "training_step", stated):
         one_rank.fit(Faulty(step), data())
+
+
+class Distilled(Classifier):
+    """Calls a teacher before the model; with `frozen`, its parameters need no gradients, and else it is called without them."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.teacher, self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen), frozen
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.set_grad_enabled(self.frozen):
+            taught = self.teacher(batch[0])
+        return (self.model(batch[0]).mean(1) - taught.mean(1)).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+
+@pytest.mark.refuses("a network that is not trained, beside others that are")
+@pytest.mark.parametrize("validates", [False, True], ids=["", "after a validation"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["without gradients", "frozen"])
+@pytest.mark.parametrize("network", [None, "model"])
+def test_a_teacher_that_is_called_first_is_not_the_network(network: str | None, frozen: bool, validates: bool, tmp_path: Path) -> None:
+    strategy = PipelineStrategy("1f1b", 2, network=network)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=2, strategy=strategy, default_root_dir=tmp_path, **quiet)
+    refused = nullcontext() if network else raises(InputError, "network='model'", "network='teacher'", network="teacher")
+    with refused:
+        trainer.fit(Distilled(frozen=frozen), data(), data() if validates else None)
+    assert trainer.global_step == (2 if network else 0)
 
 
 class Recurrent(Classifier):

@@ -17,12 +17,13 @@ import zerobubble as zb
 class CalledError(BaseException):
     """Raised in place of a module's forward, to capture the arguments of the call.
 
-    It is a BaseException, so that no `except Exception` in user code catches it.
+    It is a BaseException, so that no `except Exception` in user code catches it. `has_gradients` says whether the call records them.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("the module was called")
         self.module, self.call_args, self.call_kwargs = module, args, kwargs
+        self.has_gradients = torch.is_grad_enabled()
 
 
 @contextmanager

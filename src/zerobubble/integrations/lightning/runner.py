@@ -395,12 +395,27 @@ class StepRunner:
             with _all_replaced(self._candidates()):
                 getattr(self._module, name)(*map(with_new_containers, args))
         except CalledError as error:
+            if self._is_first:
+                self._refuse_untrained(name, error)
             if self._network is None:
                 self._network = error.module
             return self._form(error.call_args, error.call_kwargs)
         except BackwardCalledError:
             raise self._not_called() from None
         return None
+
+    def _refuse_untrained(self, name: str, call: CalledError) -> None:
+        """Raises `InputError` for a network that the method `name` does not train, such as a teacher, if others may be meant."""
+        is_trained = _is_trainable(call.module) and (call.has_gradients or name != "training_step")
+        others = [child for child in self._module.children() if child is not call.module and _is_trainable(child)]
+        if is_trained or not others or self._settings.network is not None:
+            return
+        raise InputError(
+            "{name} calls self.{network} first, which is the network then, and does not train it",
+            name=f"{type(self._module).__name__}.{name}",
+            network=self._name_of(call.module),
+            remedy=" or ".join(f"PipelineStrategy(network={self._name_of(each)!r})" for each in (*others, call.module)),
+        )
 
     def _not_called(self) -> InputError:
         return InputError(
@@ -616,6 +631,10 @@ def _all_replaced(modules: list[nn.Module]) -> Iterator[None]:
         return
     with replaced(modules[0], forward=raise_called(modules[0])), _all_replaced(modules[1:]):
         yield
+
+
+def _is_trainable(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _zero(output: Any) -> Tensor:

@@ -55,7 +55,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         schedule: What `zb.Pipeline` accepts.
         num_microbatches: The number of microbatches of a batch.
         network: The name of the module that is cut, such as "model". By default, the only child module with parameters in the
-            LightningModule; of several, the first one that `training_step` calls.
+            LightningModule; of several, the first one that `training_step` calls, which must be trained.
         data_parallel_size: The number of replicas of the pipeline, which load different batches.
         loss_weight: `loss_weight(microbatch)` returns the weight of a microbatch of the data loader's batch in the mean loss, such as its
             number of tokens that count. By default it is the number of samples. "sum" is for losses that are sums.
