@@ -303,6 +303,15 @@ def reset() -> None:
     globals()["WEIGHT"] = 1.0
     put_number(1.0)
     Traced.scale = 1.0
+    Traced.elsewhere = ELSEWHERE
+    globals()["times_weight"] = TIMES_WEIGHT
+
+
+def times_weight(x: Tensor) -> Tensor:
+    return x * WEIGHT
+
+
+TIMES_WEIGHT = times_weight
 
 
 class Traced(nn.Module):
@@ -326,10 +335,14 @@ class Traced(nn.Module):
         return self.elsewhere(x)
 
     def elsewhere(self, x: Tensor) -> Tensor:
-        return x * self.scale * SETTINGS.power * TABLE["weight"] * WEIGHT * read_number()
+        return times_weight(x) * self.scale * SETTINGS.power * TABLE["weight"] * read_number()
+
+
+ELSEWHERE = Traced.elsewhere
 
 
 OF_TRACES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "nothing": (lambda _: None, True),
     "attribute": (lambda model: setattr(model, "factor", 2.0), False),
     "child": (lambda model: setattr(model, "act", nn.ReLU()), False),
     "buffer": (lambda model: setattr(model, "shift", 2 * model.shift), False),
@@ -351,6 +364,8 @@ OF_TRACES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "dict of the program": (lambda _: TABLE.update(weight=2.0), False),
     "variable of the program": (lambda _: globals().update(WEIGHT=2.0), False),
     "variable of a closure": (lambda _: put_number(2.0), False),
+    "function of the program": (lambda _: globals().update(times_weight=lambda x: 3 * x), False),
+    "method": (lambda _: setattr(Traced, "elsewhere", lambda _, x: 3 * x), False),
 }
 
 
@@ -380,6 +395,60 @@ def outcomes_of_traces(group: Any) -> dict[str, float | str]:
             except InputError as error:
                 found[name] = f"InputError: {error}"
     return found
+
+
+def outcomes_before(group: Any, is_made: bool) -> dict[str, float | str]:
+    """The error after a change between the trace of a split, in `describe` or as a stage is made, and the pipeline."""
+    found: dict[str, float | str] = {}
+    for name in BEFORE:
+        change, _ = OF_TRACES[name]
+        torch.manual_seed(0)
+        reset()
+        model = Traced().double()
+        split = zb.split(model, example=batch()[0])
+        stages = [split(group.rank(), 2)] if is_made else split
+        split.describe(2)
+        single = OneDevice(copy.deepcopy(model))
+        change(single.model)
+        change(model)
+        try:
+            with zb.Pipeline(stages, "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+                found[name] = error_of_calls(pipe, single)
+        except InputError as error:
+            found[name] = f"InputError: {error}"
+    reset()
+    return found
+
+
+BEFORE = ["nothing", "attribute", "buffer in place", "variable of the program", "function of the program", "method"]
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_change_after_a_trace_and_before_the_pipeline_counts_or_is_refused(world: Ranks, is_made: bool) -> None:
+    """It counts until the first stage is made, because the pipeline then traces again."""
+    first, second = world.run(outcomes_before, is_made, ranks=2)
+    for name, found in first.items():
+        counts = OF_TRACES[name][1] or not is_made
+        assert (isinstance(found, float) and max(found, second[name]) <= TOLERANCE) == counts, (name, found)
+        assert counts or str(found).startswith("InputError"), (name, found)
+
+
+def made_by_a_function(group: Any) -> list[Any]:
+    """A model that each rank makes for its stages: its trace has a global variable, too, which then changes and changes back."""
+    reset()
+    with zb.Pipeline(zb.split(lambda: Traced().double(), example=batch()[0]), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        before = pipe.step(*batch())
+        globals().update(WEIGHT=2.0)
+        with pytest.raises(InputError) as error:
+            pipe.step(*batch())
+        reset()
+        return [str(error.value), before, pipe.step(*batch())]
+
+
+def test_a_trace_of_a_model_that_a_function_makes_refuses_changes(world: Ranks) -> None:
+    for text, before, after in world.run(made_by_a_function, ranks=2):
+        states(text, "WEIGHT")
+        assert torch.equal(before, after)
 
 
 def test_a_trace_has_changes_of_values_and_refuses_others(world: Ranks) -> None:

@@ -41,6 +41,7 @@ from zerobubble.models.proof.lost_code import refuse_lost
 from zerobubble.models.proof.prove import proved
 from zerobubble.models.proof.tiny import MOST_PROVED
 from zerobubble.models.proof.trace_numbers import refuse_other_numbers
+from zerobubble.models.stages.code_values import CodeValues
 from zerobubble.models.stages.stage_model import stage_model
 from zerobubble.models.stages.torch_pipe import PIPE, PipeStages
 from zerobubble.partition import Layer, LayerCut, cut_layers
@@ -84,6 +85,8 @@ class ModelSplit:
         self._opened: frozenset[str] | None = None
         self._other_ways = ""
         self._has_made = False
+        self._code_values: CodeValues | None = None
+        """The values that the trace saw, if there is one."""
         with garbage_collection_paused():  # creating many modules would trigger many full collections
             self._by_hand = self._opened_for(cuts)
             if cuts is None:
@@ -133,7 +136,7 @@ class ModelSplit:
         made = copy.copy(self)
         made._renew_if_changed()
         made._device = None if device is None else torch.device(device)
-        made._schedule, made._cuts, made._proofs, made._layers = schedule, {}, {}, dict(self._layers)
+        made._schedule, made._cuts, made._proofs, made._layers = schedule, {}, {}, dict(made._layers)
         if self._by_hand is None and first_parts:
             made._by_hand = made._opened_for(tuple(first_parts))
             made._fine, made._layers = (made._units, made._flow), {}
@@ -144,7 +147,8 @@ class ModelSplit:
         return list(self._source.untraced.modules()) if self._source.is_given else []
 
     def _is_as_observed(self) -> bool:
-        return len(self._modules_of_user()) == len(self._state) and all(snapshot.holds() for snapshot in self._state)
+        is_traced_as_now = self._code_values is None or not self._code_values.changed()
+        return is_traced_as_now and len(self._modules_of_user()) == len(self._state) and all(snapshot.holds() for snapshot in self._state)
 
     def _renew_if_changed(self) -> None:
         """Observes the model anew if it was changed since, before its first stage is made."""
@@ -221,7 +225,16 @@ class ModelSplit:
             _move_around(model, units, self._device)
         is_alone, refuse_counts = self._is_alone(stage), self._refuse_counts if self._has_routes else None
         made = stage_model(
-            model, units, self._observed, cut, stage, self._traced, self._device, is_alone=is_alone, refuse_counts=refuse_counts
+            model,
+            units,
+            self._observed,
+            cut,
+            stage,
+            self._traced,
+            self._device,
+            is_alone=is_alone,
+            refuse_counts=refuse_counts,
+            code_values=self._code_values,
         )
         made.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
         if self._source.is_given:
@@ -311,6 +324,7 @@ class ModelSplit:
         self._layers = {}
         self._open(())
         self._fine = (self._units, self._flow)
+        self._code_values = CodeValues(found.untraced)
 
     def _inside_blocks(self) -> str:
         """Returns the maximum number of stages with cuts inside blocks, as the end of a sentence; empty if that does not help."""

@@ -1,16 +1,16 @@
-"""Values outside of a model that its code reads, such as global variables: a trace has their values at the time of tracing."""
+"""What a model's code reads outside of the model, such as global variables and functions: a trace has them as it found them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import FunctionType
+from collections.abc import Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.python_objects import is_constant_code, names_in
-from zerobubble.runtime.values.python_places import Attributes, Content, Elements, Place, Slots, are_same, class_place
+from zerobubble.runtime.values.python_places import Attributes, Content, Elements, Place, Slots, are_same, class_place, globals_place
 from zerobubble.runtime.values.python_state import GENERATORS, PythonState
 from zerobubble.runtime.values.stored import ABSENT
 
@@ -19,7 +19,7 @@ _WRAPPERS = {staticmethod: "__func__", classmethod: "__func__", property: "fget"
 
 
 class CodeValues:
-    """The values of class attributes, global variables and variables of closures that the forwards of `model` read.
+    """The values of class attributes, global variables and variables of closures that the forwards of `model` read, and what they call.
 
     Those are found by the names in their code. Tensors are left out: a trace reads their numbers in each call.
     """
@@ -31,24 +31,30 @@ class CodeValues:
         for kind in kinds:
             code = dict(_code_of(kind))
             functions += code.values()
+            places += [class_place(base, list(code)) for base in kind.__mro__ if not is_constant_code(base.__module__)]
             names = {name for function in code.values() for name in names_in(function.__code__)} - code.keys()
             for base in kind.__mro__:
                 data = [name for name in names if name in vars(base) and not callable(vars(base)[name])]
                 if data and not is_constant_code(base.__module__):
                     places.append(class_place(base, data))
+        places += _places_of_functions(functions)
         state = PythonState(*functions, left_out=[*model.modules(), *kinds])
         found = state.snapshot()
         self._names = state.names
         self._before = [(place, content) for place, content in zip(*found, strict=False) if place.path not in GENERATORS]
         self._before += [(place, place.read()) for place in places]
 
+    def changed(self) -> list[str]:
+        """Returns the names of those that have changed."""
+        return list(dict.fromkeys(name for place, content in self._before for name in self._changes(place, content)))
+
     def refuse_changes(self) -> None:
         """Raises `InputError` if any has changed."""
-        changed = [name for place, content in self._before for name in self._changes(place, content)]
+        changed = self.changed()
         if changed:
             raise InputError(
                 "since zb.split, {changed} changed, which the model's code reads, and its graph keeps the value at the time of tracing",
-                changed=" and ".join(dict.fromkeys(changed)),
+                changed=" and ".join(changed),
                 remedy="undo that; keep a value that changes in a buffer of the model (register_buffer), and change it by fill_ or copy_",
             )
 
@@ -78,5 +84,28 @@ def _code_of(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
             left += new
 
 
+def _places_of_functions(left: Iterable[FunctionType]) -> Iterator[Place]:
+    """Yields the places of the global functions that these functions call, directly or through others."""
+    left, seen = list(left), set[FunctionType]()
+    while left:
+        function = left.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        names = names_in(function.__code__)
+        modules = [value for name in names if isinstance(value := function.__globals__.get(name), ModuleType)]
+        for namespace in (function.__globals__, *(vars(module) for module in modules if not is_constant_code(module.__name__))):
+            called = [name for name in names if _is_own_function(namespace.get(name))]
+            if called:
+                yield globals_place(namespace, called)
+                left += [namespace[name] for name in called]
+
+
+def _is_own_function(value: Any) -> bool:
+    return isinstance(value, FunctionType) and not is_constant_code(value.__module__)
+
+
 def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        return one is other or (one.__code__ == other.__code__ and not (one.__closure__ or one.__defaults__ or one.__kwdefaults__))
     return one is other or (type(one) is type(other) and isinstance(one, _ATOMS) and bool(one == other))

@@ -290,20 +290,20 @@ def stage_model(
     *,
     is_alone: bool = True,
     refuse_counts: Callable[[Sequence[str]], None] | None = None,
+    code_values: CodeValues | None = None,
 ) -> nn.Module:
     """Returns stage `stage` of `model`: a module of the model's class, with the model's parameter names.
 
     Its stand-ins for parameters of other stages are on `device`, by default where these parameters are. If `model` is a trace, `traced` is
-    the user's model, whose changes are refused except for the mode and values of tensors. Unless it `is_alone` on its rank, it has copies
-    of lists, dicts and other objects that the code around the units changes. With several routes, `refuse_counts` raises `InputError` for
-    numbers and buffers that this code has set.
+    the user's model, whose changes are refused except for the mode and values of tensors, and so are changes of what its code has read
+    elsewhere, the `code_values`. Unless it `is_alone` on its rank, it has copies of lists, dicts and other objects that the code around the
+    units changes. With several routes, `refuse_counts` raises `InputError` for numbers and buffers that this code has set.
 
     The first stage is called like the model. It returns a dict, which becomes the named arguments of the next stage: the model's arguments,
     and the outputs of units that cross the boundary. The last stage returns the model's output.
     """
     is_last = stage == cut.num_stages - 1
     current, follower, of_traced = _Current(), Follower(is_alone=is_alone), Follower()
-    code_values = None if traced is None else CodeValues(traced)
     if traced is not None:
         for name, module in traced.named_modules():
             of_traced.add(name, module, _InTrace(name, module, traced, model), contents=True)
