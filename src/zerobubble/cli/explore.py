@@ -11,11 +11,20 @@ from typing import Any, TypeVar
 import click
 
 from zerobubble.cli.inputs.options import json_option
-from zerobubble.explorer.server import require_libraries, serve
+from zerobubble.explorer.server import EXTRA, require_libraries, serve
+from zerobubble.installing import install
 
 OPEN_TO_OTHERS = "other machines can open this page and start searches here; leave out --host to serve this machine only"
 
 C = TypeVar("C", bound=Callable[..., Any])
+
+
+class PageCommand(click.Command):
+    """A command that serves a page; its help ends with how to install what the server needs."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        formatter.write_text(f"The page needs the extra: {install(EXTRA)}")
 
 
 def server_options(port: int) -> Callable[[C], C]:
@@ -55,7 +64,7 @@ def announcer(command: str, note: str, no_browser: bool, as_json: bool = False) 
     return announce
 
 
-@click.command("explore")
+@click.command("explore", cls=PageCommand)
 @server_options(8765)
 @json_option
 def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
@@ -64,8 +73,6 @@ def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
     Choose a schedule, ranks, microbatches, times, messages, a slow link and the memory. Point at passes and bubbles for their causes. Save
     the result in any form, with the command and the Python code that reproduce it. The address of the page contains all values, so it can
     be shared. The command serves the page on this machine only, until Ctrl-C.
-
-    Needs the extra: pip install 'zerobubble[explore]'.
 
     \b
     Examples:

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from zerobubble.cli.explore import announcer, server_options
+from zerobubble.cli.explore import PageCommand, announcer, server_options
 from zerobubble.cli.inputs.options import json_option
 from zerobubble.explorer.server import require_libraries, serve
 from zerobubble.watch.figures import figures
@@ -15,7 +15,7 @@ from zerobubble.watch.run import Run
 OPEN_TO_OTHERS = "other machines can open this page; leave out --host to serve this machine only"
 
 
-@click.command("watch")
+@click.command("watch", cls=PageCommand)
 @click.argument("folders", nargs=-1, required=True, metavar="RUN...")
 @server_options(8766)
 @json_option
@@ -25,8 +25,6 @@ def watch(folders: tuple[str, ...], port: int, host: str, no_browser: bool, as_j
     The page shows the timeline of the last recorded step with its plan, losses, the time and bubble of each step, the drift of stage times,
     which rank waits for which, and memory against its forecast. It is updated every second. Of a run that has ended it shows when and why.
     The folders are only read. --json prints the state of the runs once, without a server.
-
-    The page needs the extra: pip install 'zerobubble[explore]'.
 
     \b
     Examples:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
+EXTRA = "explore"
+"""The extra of this package that installs what the server imports."""
 GRACE_S = 1
 """Seconds that requests have to end when the server does."""
 
@@ -58,7 +60,7 @@ def make_server(make_app: MakeApp, host: str) -> uvicorn.Server:
 def require_libraries(command: str) -> None:
     """Raise `InputError` without the libraries of the server, which applications import."""
     if not (find_spec("starlette") and find_spec("uvicorn")):
-        raise InputError(f"zerobubble {command} needs starlette and uvicorn", remedy=install("explore"))
+        raise InputError(f"zerobubble {command} needs starlette and uvicorn", remedy=install(EXTRA))
 
 
 def _bound(host: str, port: int) -> socket.socket:
