@@ -45,6 +45,15 @@ class Documentation(NamedTuple):
     sections: dict[str, dict[str, str]]
 
 
+class Member(NamedTuple):
+    """An attribute or method of a class: its name, with its arguments if it is called, its docstring, and the function."""
+
+    name: str
+    call: str
+    text: str
+    value: Any
+
+
 def pages() -> dict[Path, str]:
     """Returns the text of each page."""
     spaces = list(namespaces())
@@ -96,19 +105,29 @@ def described(title: str, name: str, value: Any, text: str) -> Iterator[str]:
     arguments = [each for each in (inspect.signature(value).parameters if call else ()) if each not in ("args", "kwargs")]
     has_all = bool(arguments) and set(arguments) <= explained
     yield from parts.prose[:1] if has_all else parts.prose
-    for heading, entries in parts.sections.items():
-        rows = "".join(f"| `{each}{defaults(value).get(each, '')}` | {cell(entries[each])} |\n" for each in entries)
-        yield f"| {HEADINGS.get(heading, heading.lower())} | description |\n|---|---|\n{rows}".rstrip()
-    if inspect.isclass(value) and (found := list(members(value, set(parts.sections.get("Attributes", ()))))):
-        rows = "".join(f"| `{member}` | {cell(sentence)} |\n" for member, sentence in found)
+    yield from tables(value, parts.sections)
+    found = list(members(value, set(parts.sections.get("Attributes", ())))) if inspect.isclass(value) else []
+    if found:
+        rows = "".join(f"| `{member.call}` | {cell(first_sentence(member.text))} |\n" for member in found)
         yield f"| attribute or method | description |\n|---|---|\n{rows}".rstrip()
+    for member in found:
+        if sections := parsed(inspect.cleandoc(member.text)).sections:
+            yield f"### `{title}.{name}.{member.name}`"
+            yield from tables(member.value, sections)
     if parts.example:
         language = "pycon" if parts.example[0].startswith(">>>") else "python"
         yield "\n".join([f"```{language}", *parts.example, "```"])
 
 
-def members(value: type, explained: set[str]) -> Iterator[tuple[str, str]]:
-    """Yields the public attributes and methods of a class, and of its private bases, with a sentence each."""
+def tables(value: Any, sections: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Yields the names that the docstring of `value` explains as a table for each heading, arguments with their defaults."""
+    for heading, entries in sections.items():
+        rows = "".join(f"| `{each}{defaults(value).get(each, '')}` | {cell(entries[each])} |\n" for each in entries)
+        yield f"| {HEADINGS.get(heading, heading.lower())} | description |\n|---|---|\n{rows}".rstrip()
+
+
+def members(value: type, explained: set[str]) -> Iterator[Member]:
+    """Yields the public attributes and methods of a class, and of its private bases."""
     bases = [value, *(each for each in value.__mro__ if each is not value and each.__name__.startswith("_"))]
     for base in bases:
         below = attribute_strings(base.__module__)
@@ -119,7 +138,7 @@ def members(value: type, explained: set[str]) -> Iterator[tuple[str, str]]:
             called = inspect.unwrap(getattr(member, "__func__", member))
             text = strings.get(name) or (member.__doc__ if is_described(member) else None)
             if text and not is_refusal(called):
-                yield f"{name}{signature(called, bound=True)}", first_sentence(text)
+                yield Member(name, f"{name}{signature(called, bound=True)}", text, called)
 
 
 def is_described(member: Any) -> bool:

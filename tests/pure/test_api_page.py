@@ -93,7 +93,7 @@ def test_every_argument_and_attribute_has_a_line(space: Namespace, name: str) ->
     one_in_prose = len(arguments) == 1 and f"`{arguments[0]}`" in value.__doc__
     assert one_in_prose or [each for each in arguments if each not in lines] == []
     if isclass(value):
-        described = lines | {member.partition("(")[0] for member, _ in members(value, set())}
+        described = lines | {member.name for member in members(value, set())}
         public = [each for each in vars(value) if not each.startswith("_") and not hasattr(value.__base__, each)]
         assert [each for each in public if each not in described and not is_refusal(getattr(value, each))] == []
 
@@ -103,6 +103,7 @@ def test_the_pages_say_what_a_pipeline_and_its_error_have() -> None:
     sections = {part.partition("`")[0]: part for part in page.split("\n## `zb.")[1:]}
     entries = {name: set(re.findall(r"^\| `(\w+)", part, re.MULTILINE)) for name, part in sections.items()}
     assert {"device", "slices", "mesh", "timeout", "step", "eval_step", "timeline", "rank", "modules"} <= entries["Pipeline"]
+    assert {"inputs", "targets", "kwargs", "num_microbatches", "scaler"} <= entries["Pipeline"]  # of `step`
     assert {"rank", "op", "is_of_other_rank", "fields"} <= entries["PipelineError"]
     assert {"faults", "name"} <= entries["ScheduleError"]
 
