@@ -268,7 +268,7 @@ class Costs(Displayed):
         return replace(self, slices=()).with_columns(**columns)
 
     def time(self, kind: Kind, stage: int, microbatch: int | None = None) -> int:
-        """Return the time of a pass in ns. Costs with shares need the microbatch.
+        """Return the time in ns of the pass of `kind` in `stage` for `microbatch`, which only costs with shares or slices need.
 
         Raises `InputError` for a kind outside the table of kinds, and for a missing microbatch.
         """
@@ -295,7 +295,7 @@ class Costs(Displayed):
         return share * ((piece.backward * b + piece.weight * w) / (b + w) if name == FUSED and b + w else piece.share(name))
 
     def times(self, kind: Kind, stage: int) -> list[int]:
-        """Return `time` for the first `num_different` microbatch numbers."""
+        """Return `time` of `kind` in `stage` for the first `num_different` microbatch numbers."""
         traits = traits_of(kind)
         apart = _sums([self._sized_each(name, stage) for name in traits.times], self.num_different)
         return list(map(min, apart, self._sized_each(traits.fused_time, stage))) if self._has(traits.fused_time) else apart
@@ -305,7 +305,7 @@ class Costs(Displayed):
         return [round(value * self._share(name, stage, number)) for number in range(self.num_different)]
 
     def scaled(self, share: float) -> Costs:
-        """Return costs in which every microbatch costs as much as one of this share in these costs."""
+        """Return costs in which every microbatch costs `share` times as much as one of share 1 in these costs."""
         sized = {name: [round(value * share) for value in values] for name, values in self._sized_columns().items()}
         return replace(self, shares=()).with_columns(**sized)
 
@@ -334,7 +334,7 @@ class Costs(Displayed):
         return replace(self, **given, further=tuple(filter(lambda column: column[1], (dict(self.further) | further).items())))
 
     def with_recompute(self, levels: Level | Sequence[Level]) -> Costs:
-        """Return these costs with the columns `recompute` and `held_input`, by one level of recomputation for all stages or one for each.
+        """Return these costs with the columns `recompute` and `held_input`, by `levels`: one for all stages, or one for each.
 
         R takes no time in stages without B and W, which no gradient reaches. Raises `InputError` for levels of another number of stages.
 
@@ -354,7 +354,12 @@ class Costs(Displayed):
         return self.with_columns(recompute=extra, held_input=kept)
 
     def with_level(self, name: str, recompute: Sequence[int], held_input: Sequence[int]) -> Costs:
-        """Return these costs with the time and kept bytes of level `name` in each stage, for plans that choose levels; see `levels`.
+        """Return these costs with level `name` of recomputation, for plans that choose levels; see `levels`.
+
+        Args:
+            name: The name of the level, such as "selective".
+            recompute: The time that its R takes in each stage, in ns.
+            held_input: The bytes that each stage keeps from F to R.
 
         Raises `InputError` for a name that is not one line of printable text.
         """
@@ -424,9 +429,10 @@ class Costs(Displayed):
         return tuple(ranks) if any(ranks) else ()
 
     def message_time(self, kind: Kind, stage: int, microbatch: int = 0) -> int:
-        """Return the latency of the message that a pass sends, or of the collective that it gives to, in ns; 0 if it does neither.
+        """Return the latency in ns of the message that the pass of `kind` in `stage` sends, or of the collective that it gives to.
 
-        The message of a slice takes its share of the time for its microbatch.
+        It is 0 if the pass does neither. With slices, `microbatch` is the number of the slice: its message takes its share of the time for
+        its microbatch.
         """
         receiver = message_receiver(kind, stage, self.num_stages)
         if receiver is not None:
@@ -438,8 +444,9 @@ class Costs(Displayed):
         return name in dict(self.further)
 
     def step_time(self, step: Step) -> int:
-        """Return the time of a step in ns. F overlapped with B or BW saves `hidden`, down to the longer of both; other pairs save nothing.
+        """Return the time of the passes of `step` in ns.
 
+        F overlapped with B or BW saves `hidden`, down to the longer of both; other pairs save nothing.
         For microbatches with different shares, the saving is that of the smaller share.
         """
         apart = [self.time(*op) for op in step]
@@ -448,19 +455,23 @@ class Costs(Displayed):
         return max(*apart, sum(apart) - min(self._sized("hidden", step[0].stage, op.microbatch) for op in step))
 
     def held(self, value_kind: ValueKind, stage: int, microbatch: int | None = None) -> int:
-        """Return the bytes of a value on the rank that made it, 0 for values that do not stay there; raises as `time` does."""
+        """Return the bytes of the value of `value_kind` that `stage` makes for `microbatch`, while it stays on the rank.
+
+        They are 0 for values that do not stay there. Raises as `time` does.
+        """
         return self._sized(HELD[value_kind], stage, microbatch) if value_kind in HELD else 0
 
     def memory_change(self, kind: Kind, stage: int, recomputed_by: Kind | None = None, microbatch: int | None = None) -> int:
-        """Return the bytes that a pass adds to those of its rank: the values it makes minus those it consumes; raises as `time` does.
+        """Return the bytes that the pass of `kind` in `stage` for `microbatch` adds to its rank: values made minus values consumed.
 
+        Raises as `time` does.
         If a pass of kind `recomputed_by` recomputes a forward, that forward makes only its input.
         """
         used = sum(self.held(value_kind, stage, microbatch) for value_kind, hop in traits_of(kind).uses if hop == 0)
         return sum(self.held(value_kind, stage, microbatch) for value_kind in makes_if_recomputed(kind, recomputed_by)) - used
 
     def memory_changes(self, kind: Kind, stage: int, recomputed_by: Kind | None = None) -> list[int]:
-        """Return `memory_change` for the first `num_different` microbatch numbers, with the keys that slices keep."""
+        """Return `memory_change` of `kind`, `stage` and `recomputed_by` for the first `num_different` numbers, with the keys of slices."""
         made, used = makes_if_recomputed(kind, recomputed_by), [value_kind for value_kind, hop in traits_of(kind).uses if hop == 0]
         added, freed = (
             _sums([self._sized_each(HELD[value_kind], stage) for value_kind in value_kinds if value_kind in HELD], self.num_different)
@@ -494,13 +505,21 @@ class Costs(Displayed):
         reduce: float = 0.0,
         buckets: int = 0,
     ) -> Costs:
-        """Return costs of equal stages. `times` are the times of F, B and W of a whole rank and microbatch, in ms.
+        """Return costs of `num_stages` equal stages, with times in ms.
 
-        A stage takes 1/stages_per_rank of them. `overlap` is the time of F overlapped with the whole backward, and `fused` that of BW, in
-        ms of a whole rank; by default overlapping saves nothing and BW takes as long as B and W. `reduce` is the time to sum the gradients
-        of a whole rank over replicas, in ms; they leave in this number of `buckets` per stage during its final W passes. Memory counts
-        `UNIT_BYTES` per stage after F and `held` times that after B, so peaks are in units of stage activations. Raises `InputError` for
-        negative and infinite values, naming them.
+        Args:
+            num_stages: The number of stages, a multiple of `stages_per_rank`.
+            times: The times of F, B and W of a whole rank and microbatch.
+            comm: The time of each message.
+            stages_per_rank: The number of stages that share the times of a rank evenly.
+            held: The bytes held from B to W, relative to those from F to B. The latter are `UNIT_BYTES` per stage, so peaks are in units of
+                stage activations.
+            overlap: The time of F overlapped with the whole backward, of a whole rank; by default, overlapping saves nothing.
+            fused: The time of BW of a whole rank; by default, that of B and W.
+            reduce: The time to sum the gradients of a whole rank over replicas.
+            buckets: The number of buckets per stage in which they leave during its final W passes; with 0 they leave after these.
+
+        Raises `InputError` for negative and infinite values, naming them.
         """
         if stages_per_rank < 1:
             raise wrong("stages_per_rank", stages_per_rank, "at least 1")
@@ -522,7 +541,7 @@ class Costs(Displayed):
 
     @classmethod
     def unit(cls, num_stages: int) -> Costs:
-        """Return equal stages with 1 ms for every time and `UNIT_BYTES` for all bytes, including the columns of added kinds."""
+        """Return `num_stages` equal stages, 1 ms for every time and `UNIT_BYTES` for all bytes, including the columns of added kinds."""
         costs = cls.uniform(num_stages)
         further = {name: (NS_PER_MS,) * num_stages for traits in KINDS.values() for name in traits.times if name not in _COLUMNS}
         further |= {name: (UNIT_BYTES,) * num_stages for name in HELD.values() if name not in _COLUMNS}
@@ -541,9 +560,18 @@ class Costs(Displayed):
         reduce: Sequence[float] = (),
         fused: Sequence[float] = (),
     ) -> Costs:
-        """Return costs from columns with one value per stage, times in ms and memory in bytes (default: `UNIT_BYTES`).
+        """Return costs from columns with one value per stage, times in ms and memory in bytes.
 
-        A single `comm` applies to every link. Raises `InputError` for a negative or infinite value or a column of another length.
+        Args:
+            forward, backward, weight: The times of F, B and W.
+            comm: The times of messages between each stage and the next, one value fewer than stages, or one value for all.
+            held_after_f: The bytes held from F to B; `UNIT_BYTES` by default.
+            held_after_b: The bytes held from B to W; `UNIT_BYTES` by default.
+            hidden: The time saved by overlapping F with B or BW; none by default.
+            reduce: The time to sum the gradients over replicas; 0 by default.
+            fused: The time of BW; by default, that of B and W.
+
+        Raises `InputError` for a negative or infinite value or a column of another length.
         """
         stages = len(as_tuple("forward of the costs", forward))
         links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else comm
@@ -567,7 +595,7 @@ class Costs(Displayed):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Costs:
-        """Read the JSON form; raises `ParseError` if a part is missing or malformed."""
+        """Read `data`, as `to_dict` returns it; raises `ParseError` if a part is missing or malformed."""
         with reading("costs", data):
             columns = {name: tuple(map(whole, (_OPTIONAL | data)[name])) for name in _COLUMNS}
             further = {str(name): tuple(map(whole, values)) for name, values in data.get("further", {}).items()}

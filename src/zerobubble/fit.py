@@ -92,7 +92,7 @@ def _fused(times: Durations, apart: Costs) -> dict[str, list[int]]:
 
 @takes(timeline=Timeline)
 def fit_comm(timeline: Timeline) -> tuple[int, ...]:
-    """Return, for each link, the time in ns from the end of the pass that sends a message to the start of the pass that waits for it.
+    """Return, for each link of `timeline`, the ns from the end of the pass that sends a message to the start of the pass that waits for it.
 
     Only messages for which a rank had to wait idle count, and overlapped passes are left out. The result is the mean of the medians in both
     directions, so that differences between clocks cancel. A link between stages of one rank has 0.
@@ -119,7 +119,7 @@ def link_times(timeline: Timeline) -> tuple[int | None, ...]:
 
 @takes(timeline=Timeline, share=NUMBER)
 def late_messages(timeline: Timeline, share: float) -> tuple[int | None, ...]:
-    """Return, for each link, the time in ns within which all but `share` of its messages in a step arrived; None if unknown.
+    """Return, for each link of `timeline`, the time in ns within which all but `share` of its messages arrived; None if unknown.
 
     The time of a message is only known if a rank waited for it; others count as faster. So the time of a link is unknown if at most `share`
     of its messages were late. The times of both directions are averaged if both are known, so that differences between clocks cancel.

@@ -91,7 +91,7 @@ def export_weights(
 
 @takes()
 def name_passes(stage: Any) -> None:
-    """Make profiler traces name every pass of a `PipelineStage` of torch.distributed.pipelining, as `read_trace` requires.
+    """Make profiler traces name every pass of `stage`, a `PipelineStage` of torch.distributed.pipelining, as `read_trace` requires.
 
         for stage in stages:
             zb.io.name_passes(stage)

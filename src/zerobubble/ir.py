@@ -66,7 +66,7 @@ class Op(_Pass):
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """Read `<stage><kind><microbatch>`; raises `ParseError` for anything else."""
+        """Read `text`, `<stage><kind><microbatch>` such as "0F3"; raises `ParseError` for anything else."""
         match = _OP.fullmatch(text)
         if match is None or match[2] not in KINDS:
             *others, last = KINDS
@@ -149,7 +149,7 @@ class Placement(Displayed):
 
     @classmethod
     def from_dict(cls, data: Any) -> Placement:
-        """Read the JSON form; raises `ParseError` if a part is missing, malformed or does not match the others."""
+        """Read `data`, as `to_dict` returns it; raises `ParseError` if a part is missing, malformed or does not match the others."""
         with reading("placement", data):
             routes = tuple(tuple(map(whole, route)) for route in data["routes"])
             return cls(str(data["name"]), whole(data["ranks"]), routes)
@@ -164,7 +164,7 @@ class Placement(Displayed):
         return self._stages[rank] if 0 <= rank < self.num_ranks else ()
 
     def rank_sums(self, column: Sequence[int]) -> list[int]:
-        """Return, per rank, the sum of a column of stages over its stages, counting copies on different routes."""
+        """Return, per rank, the sum of `column`, one value per stage, over its stages, counting copies on different routes."""
         return [sum(column[stage] for _, stage in stages) for stages in self._stages]
 
     @cached_property
@@ -178,39 +178,39 @@ class Placement(Displayed):
     @classmethod
     @takes(num_ranks=WHOLE)
     def linear(cls, num_ranks: int) -> Placement:
-        """Stage s on rank s."""
+        """Stage s on rank s of `num_ranks` ranks."""
         return cls("linear", num_ranks, (tuple(range(num_ranks)),))
 
     @classmethod
     @takes(num_ranks=WHOLE, stages_per_rank=WHOLE)
     def looped(cls, num_ranks: int, stages_per_rank: int) -> Placement:
-        """Stage c*p + r on rank r: stages go around the ranks in a loop."""
+        """Stage c*p + r on rank r of p = `num_ranks`: stages go around the ranks in a loop, `stages_per_rank` times."""
         return cls("looped", num_ranks, (tuple(range(num_ranks)) * stages_per_rank,))
 
     @classmethod
     @takes(num_ranks=WHOLE)
     def vee(cls, num_ranks: int) -> Placement:
-        """Stages r and 2p-1-r on rank r: down the ranks and back up, so the loss is on the first rank."""
+        """Stages r and 2p-1-r on rank r of p = `num_ranks`: down the ranks and back up, so the loss is on the first rank."""
         there = tuple(range(num_ranks))
         return cls("vee", num_ranks, (there + there[::-1],))
 
     @classmethod
     @takes(num_ranks=WHOLE, waves=WHOLE)
     def wave(cls, num_ranks: int, waves: int) -> Placement:
-        """Stages down the ranks and back up `waves` times, with two stages per rank in each wave. One wave is the vee."""
+        """Stages down `num_ranks` ranks and back up `waves` times, with two stages per rank in each wave. One wave is the vee."""
         there = tuple(range(num_ranks))
         return cls("wave", num_ranks, ((there + there[::-1]) * waves,))
 
     @classmethod
     @takes(num_ranks=WHOLE)
     def bidirectional(cls, num_ranks: int) -> Placement:
-        """Two copies of the model: stage s on rank s for route 0, on rank p-1-s for route 1."""
+        """Two copies of the model on p = `num_ranks` ranks: stage s on rank s for route 0, on rank p-1-s for route 1."""
         there = tuple(range(num_ranks))
         return cls("bidirectional", num_ranks, (there, there[::-1]))
 
     @classmethod
     def custom(cls, *routes: Iterable[int]) -> Placement:
-        """Any placement, given the ranks of the stages for each route."""
+        """Any placement: each of `routes` has the ranks of its stages, first to last."""
         as_tuples = tuple(as_tuple("a route, the ranks of its stages,", route) for route in routes)
         ranks = [rank for route in as_tuples for rank in route]
         if not ranks:
@@ -428,7 +428,13 @@ class Schedule(WithHeader):
         microbatch_routes: tuple[int, ...] = (),
         slices: int = 1,
     ) -> Schedule:
-        """Return the schedule with these steps in its rows."""
+        """Return the schedule whose `rows` consist of steps: tuples of one pass, or of two overlapped ones.
+
+        Args:
+            name, placement, num_microbatches: As in `Schedule`.
+            rows: The steps of each rank, first to last.
+            microbatch_routes, slices: As in `Schedule`.
+        """
         cut = [list(row) for row in rows]
         passes = tuple(tuple(op for step in row for op in step) for row in cut)
         pairs = frozenset((step[0], step[1]) for row in cut for step in row if len(step) > 1)
@@ -488,7 +494,10 @@ class Schedule(WithHeader):
     @classmethod
     @takes(text=str)
     def from_text(cls, text: str) -> Schedule:
-        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not match."""
+        """Read `text`, as `to_text` writes it; `#` starts a comment.
+
+        Raises `ParseError` naming the line, and `InputError` if the parts do not match.
+        """
         header: dict[str, str] = {}
         rows: list[tuple[Step, ...]] = []
         for number, line in content_lines(text, "schedule"):
@@ -513,7 +522,7 @@ class Schedule(WithHeader):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Schedule:
-        """Read the JSON form; raises `ParseError` if a part is missing, malformed or does not match the others."""
+        """Read `data`, as `to_dict` returns it; raises `ParseError` if a part is missing, malformed or does not match the others."""
         with reading("schedule", data):
             routes = tuple(tuple(map(whole, route)) for route in data["placement"]["routes"])
             rows, taken = tuple(tuple(map(parse_step, row)) for row in data["rows"]), tuple(map(whole, data.get("microbatch_routes", ())))

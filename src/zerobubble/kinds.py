@@ -106,7 +106,7 @@ class ValueKind(str):
     of the gradient for that output. `y` and `q` are the keys and values that a slice of a sequence leaves to the next one, and the gradient
     for them that goes to the slice before.
 
-    Each value kind is a single object, so value kinds can be compared with `is`. Raises `InputError` for a letter that was not added.
+    Each value kind is a single object, so value kinds can be compared with `is`. Raises `InputError` for a `letter` that was not added.
     """
 
     __slots__ = ()
@@ -457,7 +457,7 @@ def add_value_kind(letter: str, held: str) -> ValueKind:
 
 @takes()
 def add_kind(letters: str, traits: Traits) -> Kind:
-    """Add a kind of pass to the table of this process. Every rank that runs it must add it.
+    """Add the kind of pass `letters`, with its `traits`, to the table of this process. Every rank that runs it must add it.
 
     Schedules with the new kind can then be read, checked, simulated, lowered and drawn. Raises `InputError` unless `letters` are one to
     three capital letters that are not taken, and for inconsistent traits.
@@ -494,7 +494,7 @@ def _check_traits(letters: str, traits: Traits) -> None:
 
 @takes()
 def change_kind(kind: Kind, traits: Traits) -> None:
-    """Replace the traits of `kind` in this process; raises as `add_kind` does."""
+    """Replace the traits of `kind` by `traits` in this process; raises as `add_kind` does."""
     _check_traits(kind, traits)
     KINDS[kind] = traits
     _changed()

@@ -146,12 +146,12 @@ class Program(WithHeader):
         return self.to_schedule().head_parts
 
     def uses(self, step: Step) -> list[Value]:
-        """Return the values that a step needs to start, each once, in the order of its passes."""
+        """Return the values that `step`, its passes, needs to start, each once, in the order of the passes."""
         used = [value for op in step for value in uses(op, self.num_stages, self.head_parts, self.slices)]
         return used if len(step) == 1 else list(dict.fromkeys(used))
 
     def makes(self, step: Step) -> list[Value]:
-        """Return the values that a step makes for other passes."""
+        """Return the values that `step` makes for other passes."""
         forward_only, recomputed_by, parts = self.is_forward_only, self.recomputed, self.head_parts
         return [value for op in step for value in makes(op, self.num_stages, forward_only, recomputed_by.get(op[1:]), parts, self.slices)]
 
@@ -177,7 +177,10 @@ class Program(WithHeader):
     @classmethod
     @takes(text=str)
     def from_text(cls, text: str) -> Program:
-        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not match."""
+        """Read `text`, as `to_text` writes it; `#` starts a comment.
+
+        Raises `ParseError` naming the line, and `InputError` if the parts do not match.
+        """
         header: dict[str, str] = {}
         rows: list[list[Action]] = []
         for number, line in content_lines(text, "program"):
@@ -197,7 +200,7 @@ class Program(WithHeader):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Program:
-        """Read the JSON form; raises `ParseError` if it is malformed."""
+        """Read `data`, as `to_dict` returns it; raises `ParseError` if it is malformed."""
         with reading("program", data):
             if not isinstance(data["text"], str):
                 raise ParseError("'text' must be the text form of a program, got {got}", got=type(data["text"]).__name__)

@@ -97,7 +97,7 @@ class StepReport:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepReport:
-        """Read the JSON form; raises `KeyError` or `ParseError` for anything else."""
+        """Read `data`, as `to_dict` returns it; raises `KeyError` or `ParseError` for anything else."""
         added, passes, waits = (_mapping(data.get(name, {})) for name in ("added_losses", "passes", "waits"))
         mfu, peak_bytes = data.get("mfu"), data.get("peak_bytes")
         return cls(

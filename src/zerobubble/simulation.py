@@ -212,7 +212,7 @@ def whys(graph: Graph, after: list[int]) -> Iterator[Why]:
 
 @takes()
 def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ...]:
-    """Return the bytes held by one rank over time as (time, bytes) at each change.
+    """Return the bytes held by one rank, whose passes are `row`, over time under `costs`, as (time, bytes) at each change.
 
     Forwards allocate at their start, other passes release at their end.
     """
@@ -232,7 +232,7 @@ def _steps(row: Sequence[Span], changes: _Changes) -> tuple[tuple[int, int], ...
 
 @takes(schedule=Schedule, costs=Costs)
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
-    """Return the peak bytes of saved activations and pending weight work on each rank. Only the order matters, not the times.
+    """Return the peak bytes of saved activations and pending weight work of `schedule` under `costs` on each rank; times do not matter.
 
     Raises `InputError` for costs that do not match the placement.
 
@@ -247,7 +247,7 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
 
 @takes(schedule=Schedule, costs=Costs, limits=Limits)
 def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fault, ...]:
-    """Return one fault for each rank that exceeds its limit, with the bytes in excess.
+    """Return one fault for each rank that exceeds its limit of `limits` in `schedule` under `costs`, with the bytes in excess.
 
     Raises `InputError` if the limits are for another number of ranks.
 

@@ -218,15 +218,15 @@ class Timeline(Displayed):
         return max([_end_of_row(self.rows[rank]), *(sum_.end for sum_ in self.reductions_of(rank))])
 
     def number_of(self, rank: int) -> int:
-        """Return the number of the rank of a row, as errors name it."""
+        """Return the number of the rank of row `rank`, as errors name it."""
         return self.numbers[rank] if self.numbers else rank
 
     def reductions_of(self, rank: int) -> tuple[Reduction, ...]:
-        """Return the sums over replicas of a rank, in order."""
+        """Return the sums over replicas of `rank`, in order."""
         return self.reductions[rank] if self.reductions else ()
 
     def copies_of(self, rank: int) -> tuple[Copy, ...]:
-        """Return the copies of a rank to the host and back, in order."""
+        """Return the copies of `rank` to the host and back, in order."""
         return self.copies[rank] if self.copies else ()
 
     @property
@@ -304,7 +304,7 @@ class Timeline(Displayed):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Timeline:
-        """Read the JSON form; raises `ParseError` if a part is missing or malformed."""
+        """Read `data`, as `to_dict` returns it; raises `ParseError` if a part is missing or malformed."""
         with reading("timeline", data):
             rows = tuple(tuple(map(_span_from_list, row)) for row in data["rows"])
             memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))

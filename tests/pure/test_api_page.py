@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import Enum
-from inspect import isclass, isfunction, signature
+from inspect import Parameter, isclass, isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from docs.api import FOLDER, PAGE, docstring, is_without_signature, members, pag
 from docs.public_names import Namespace, is_refusal, namespaces
 from tests.procs.programs import programs_of
 
+COLLECTING = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 NAME = re.compile(r"^\| \[`(\w+)`\]\((\S+)\) \| (.+) \|$", re.MULTILINE)
 ENTRY = re.compile(r"^\| `(\w+)")
 
@@ -96,6 +98,38 @@ def test_every_argument_and_attribute_has_a_line(space: Namespace, name: str) ->
         described = lines | {member.name for member in members(value, set())}
         public = [each for each in vars(value) if not each.startswith("_") and not hasattr(value.__base__, each)]
         assert [each for each in public if each not in described and not is_refusal(getattr(value, each))] == []
+
+
+def calls_of(space: Namespace) -> Iterator[tuple[str, Any, str]]:
+    """The functions, classes and methods of a namespace with what explains their arguments.
+
+    Exceptions, enumerations and protocols are not called, so only their methods are among them.
+    """
+    for name in space.names:
+        value = getattr(space.module, name)
+        if isfunction(value):
+            yield name, value, docstring(space.module, name, value)
+        elif isclass(value):
+            found = list(members(value, set()))
+            if not is_without_signature(value):
+                fields = " ".join(f"`{member.name}`" for member in found if "(" not in member.call)
+                yield name, value, docstring(space.module, name, value) + fields
+            yield from ((f"{name}.{member.name}", member.value, member.text) for member in found if isfunction(member.value))
+            undescribed = [each for each, held in vars(value).items() if isfunction(held) and not each.startswith("_") and not held.__doc__]
+            yield from ((f"{name}.{each}", vars(value)[each], "") for each in undescribed)
+
+
+@pytest.mark.parametrize("space", list(namespaces()), ids=lambda space: space.title)
+def test_every_argument_of_a_call_is_explained_in_its_docstring(space: Namespace) -> None:
+    """In backticks, or with a line of its own; not the receiver of a method, and not what `*args` and `**kwargs` collect."""
+    silent = {}
+    for name, value, text in calls_of(space):
+        explained = {word for quoted in re.findall(r"`([^`]+)`", text) for word in re.findall(r"\w+", quoted)}
+        explained |= {word for names in re.findall(r"^ +(\w+(?:, \w+)*): ", text, re.MULTILINE) for word in names.split(", ")}
+        arguments = [each.name for each in signature(value).parameters.values() if each.kind not in COLLECTING]
+        if lacking := [each for each in arguments if each not in (*explained, "self", "cls")]:
+            silent[name] = lacking
+    assert silent == {}
 
 
 def test_the_pages_say_what_a_pipeline_and_its_error_have() -> None:

@@ -27,7 +27,7 @@ MOST_SLOTS = 1_000_000
 
 @takes()
 class Start(NamedTuple):
-    """A pass and its start slot. Text form: `2B0@7`."""
+    """The pass `op` and its start `slot`, counted from 0. Text form: `2B0@7`."""
 
     op: Op
     slot: int
@@ -37,7 +37,7 @@ class Start(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Start:
-        """Read `<pass>@<slot>`; raises `ParseError` for anything else."""
+        """Read `text`, `<pass>@<slot>`; raises `ParseError` for anything else."""
         op, at, slot = text.partition("@")
         if not at or not re.fullmatch("[0-9]{1,9}", slot):
             raise ParseError("{text!r} is not a pass with its slot; write <pass>@<slot>, such as 0F0@3", text=text)
@@ -49,8 +49,14 @@ class Start(NamedTuple):
 class Block(Displayed):
     """The passes of microbatches 0 to k-1 on each rank with their slots, repeated every `interval` slots.
 
-    `starts[rank]` are in order of their slots. `times` are the slots that F, B and W take; BW takes those of B and W. Only the parts are
-    checked here; `repeat` checks that copies do not collide and that no pass starts too early.
+    Attributes:
+        name: The name in files, tables and messages.
+        placement: Which rank holds which stage.
+        interval: The slots between a block and its next copy.
+        starts: The passes of each rank with their slots, in order of the slots.
+        times: The slots that F, B and W take, 1 each by default; BW takes those of B and W.
+
+    Only the parts are checked here; `repeat` checks that copies do not collide and that no pass starts too early.
     """
 
     name: str
@@ -111,8 +117,9 @@ class Block(Displayed):
     @classmethod
     @takes(text=str)
     def from_text(cls, text: str) -> Block:
-        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not match.
+        """Read `text`, as `to_text` writes it; `#` starts a comment.
 
+        Raises `ParseError` naming the line, and `InputError` if the parts do not match.
         The header has `name`, `placement` and `interval`, and `times` (slots of F, B, W) if they are not 1 1 1. `microbatches` is optional.
         """
         header: dict[str, str] = {}
@@ -155,8 +162,9 @@ class Block(Displayed):
     ) -> Block:
         """Return the block in which microbatch j starts its passes in slots `paths[j]`: F from first to last stage, B from last to first.
 
-        `path_slots` makes a path. With `split`, each W takes the first slot of its rank after its B that is free modulo the interval;
-        otherwise backward is BW. Raises `InputError` if a path does not have two slots per stage or no slot is free for a W.
+        `path_slots` makes a path. `name`, `placement`, `interval` and `times` are those of the block. With `split`, each W takes the first
+        slot of its rank after its B that is free modulo the interval; otherwise backward is BW. Raises `InputError` if a path does not have
+        two slots per stage or no slot is free for a W.
         """
         back = Kind.B if split else Kind.BW
         stages = placement.num_stages

@@ -20,7 +20,7 @@ from zerobubble.simulation import simulate
 
 
 class FoundBlock(NamedTuple):
-    """A block, its finished schedule, and the longest span of a rank under the costs of the search, in ns."""
+    """A `block`, the `layout` of its finished schedule, and the longest `span` of a rank under the costs of the search, in ns."""
 
     block: Block
     layout: Layout

@@ -26,7 +26,7 @@ class Collision(NamedTuple):
 
 
 class EarlyStart(NamedTuple):
-    """A pass that starts before slot `end`, in which the pass `maker` has made its input."""
+    """A pass whose `start` comes before slot `end`, in which the pass `maker` has made its input."""
 
     start: Start
     maker: Op

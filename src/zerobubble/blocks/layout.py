@@ -26,7 +26,8 @@ from zerobubble.verify import checked
 class Layout(Displayed):
     """Passes in slots: `rows[rank]` are the passes of that rank with their start slots, first to last.
 
-    `times` are the slots of F, B and W. Each of the four steps from a block to a finished schedule produces a layout.
+    `times` are the slots of F, B and W. `name`, `placement` and `num_microbatches` are those of its `schedule`. Each of the four steps from
+    a block to a finished schedule produces a layout.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Layout(Displayed):
         return max(rank.gaps for rank in self.timeline.ranks) // NS_PER_MS
 
     def moved(self, rows: Iterable[Iterable[Start]]) -> Layout:
-        """Return this layout with other rows, each in any order."""
+        """Return this layout with other `rows`, each in any order."""
         return replace(self, rows=tuple(tuple(sorted(row, key=lambda start: start.slot)) for row in rows))
 
 
@@ -116,7 +117,7 @@ def check_repeatable(block: Block) -> None:
 @takes()
 @garbage_collection_paused()
 def squeeze(layout: Layout) -> Layout:
-    """Return a layout with the same order on every rank and every pass as early as possible.
+    """Return `layout` with the same order on every rank and every pass as early as possible.
 
     Raises `ScheduleError` if the order cannot run.
     """

@@ -10,7 +10,7 @@ from zerobubble.ir import Kind
 
 
 class Lifespan(NamedTuple):
-    """The slots from the start of F of `microbatch` on `stage` until the stage holds nothing of it."""
+    """The number of `slots` from `start`, that of F of `microbatch` on `stage`, until the stage holds nothing of it."""
 
     stage: int
     microbatch: int
@@ -20,7 +20,7 @@ class Lifespan(NamedTuple):
 
 @takes()
 def lifespans(block: Block) -> tuple[tuple[Lifespan, ...], ...]:
-    """Return the lifespans on each rank, in order of stages and microbatches."""
+    """Return the lifespans of `block` on each rank, in order of stages and microbatches."""
     return tuple(_of_rank(block, rank) for rank in range(block.placement.num_ranks))
 
 
@@ -36,16 +36,16 @@ def _of_rank(block: Block, rank: int) -> tuple[Lifespan, ...]:
 
 @takes()
 def memory_law(block: Block) -> tuple[int, ...]:
-    """Return, for each rank, an upper bound of its stage activations for any number of copies: the sum of ceil(lifespan / interval).
+    """Return, for each rank, an upper bound of its stage activations for any number of copies of `block`.
 
-    Source: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 2.2.
+    It is the sum of ceil(lifespan / interval). Source: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 2.2.
     """
     return tuple(sum(-(-life.slots // block.interval) for life in lives) for lives in lifespans(block))
 
 
 @takes()
 def steady_peaks(block: Block) -> tuple[int, ...]:
-    """Return, for each rank, the exact peak of its stage activations in the steady phase."""
+    """Return, for each rank, the exact peak of its stage activations in the steady phase of `block`."""
     return tuple(_steady_peak(lives, block.interval) for lives in lifespans(block))
 
 

@@ -29,7 +29,7 @@ _TAKES = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 
 
 class Steps(NamedTuple):
-    """The layouts of the four steps: one copy of the block, repeated, squeezed, and reordered."""
+    """The layouts of the four steps: one copy of the `block`, then `repeated`, `squeezed`, and `reordered`."""
 
     block: Layout
     repeated: Layout

@@ -28,13 +28,13 @@ class Bound(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Lower bounds on the longest span of a rank and on the makespan."""
+    """Lower bounds on the longest `span` of a rank and on the `makespan`."""
 
     span: Bound
     makespan: Bound
 
     def with_remark(self, remark: str) -> Bounds:
-        """The same bounds with a remark appended to each reason."""
+        """The same bounds with `remark` appended to each reason."""
         return Bounds(*(bound._replace(reason=f"{bound.reason}, {remark}") for bound in self))
 
     def __repr__(self) -> str:

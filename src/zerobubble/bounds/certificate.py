@@ -124,10 +124,11 @@ def _thresholds(shares: Sequence[float]) -> list[float]:
 
 @takes()
 def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: Sequence[int] = ()) -> str:
-    """Names every rank that cannot hold one microbatch, with the missing memory; empty if one microbatch fits.
+    """Names every rank of `placement` that cannot hold one microbatch within `limits`, with the missing memory; empty if one fits.
 
-    Before a rank can start the first backward of a microbatch, it holds what all its stages saved for it. If microbatches are of unequal
-    cost, the largest one counts. With `sizes`, the bytes of a microbatch on each rank, figures are in microbatches.
+    `costs` give the bytes that stages hold; `limits=None` stands for unlimited memory. Before a rank can start the first backward of a
+    microbatch, it holds what all its stages saved for it. If microbatches are of unequal cost, the largest one counts. With `sizes`, the
+    bytes of a microbatch on each rank, figures are in microbatches.
     """
     check_parts(placement, costs, limits)
     one = "the largest" if costs.shares else "one"

@@ -27,8 +27,8 @@ def bounds_with_divided_head(
 ) -> Bounds:
     """Computes lower bounds for a head divided over all ranks by algorithm 1 or 2 of Vocabulary Parallelism (arXiv 2411.05288).
 
-    `costs` need the columns of the head's parts. `limits=None` stands for unlimited memory. With `levels`, each forward may be recomputed
-    at one of them, as in `bounds_with_recompute`.
+    The bounds hold for every schedule of `num_microbatches` microbatches on `placement`. `costs` need the columns of the head's parts.
+    `limits=None` stands for unlimited memory. With `levels`, each forward may be recomputed at one of them, as in `bounds_with_recompute`.
 
     >>> import zerobubble as zb
     >>> stages = zb.Costs.uniform(2, times=(10, 10, 10))

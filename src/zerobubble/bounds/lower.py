@@ -13,7 +13,7 @@ from zerobubble.ir import Placement
 
 @takes(placement=Placement, num_microbatches=WHOLE, costs=Costs, limits=optional(Limits))
 def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
-    """Computes lower bounds on span and makespan; `limits=None` stands for unlimited memory.
+    """Computes lower bounds on span and makespan of schedules on `placement`; `limits=None` stands for unlimited memory.
 
     If overlapped passes hide time (`Costs.hidden`), or a BW takes less than B and W (`Costs.fused`), the bounds hold for schedules with
     such steps, too. If `shortage` finds that nothing fits, the bounds are computed for a limit that holds one microbatch. Microbatches with

@@ -49,10 +49,11 @@ class Price(NamedTuple):
 def bounds_with_recompute(
     placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: Sequence[Level], is_quick: bool = False
 ) -> Bounds:
-    """Computes lower bounds for schedules in which each forward has one of `levels`.
+    """Computes lower bounds for schedules of `num_microbatches` on `placement` in which each forward has one of `levels`.
 
-    The memory limits are ignored if a rank cannot hold even one microbatch. A level that keeps everything and takes no time stands for a
-    forward that is not recomputed. `is_quick` leaves out the slack bound, which takes most of the time.
+    `costs` are those without recomputation. The memory `limits` are ignored if a rank cannot hold even one microbatch. A level that keeps
+    everything and takes no time stands for a forward that is not recomputed. `is_quick` leaves out the slack bound, which takes most of the
+    time.
 
     >>> import zerobubble as zb
     >>> costs, limits = zb.Costs.uniform(2, times=(10, 10, 10)), zb.Limits((1_100_000,) * 2)
@@ -135,10 +136,11 @@ def _unit(costs: Costs, levels: Sequence[Level]) -> int:
 def shortage_with_recompute(
     placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]], sizes: Sequence[int] = ()
 ) -> str:
-    """Names the ranks that cannot hold one microbatch if each stage has one of its `levels`; empty if one fits.
+    """Names the ranks of `placement` whose `limits` cannot hold one microbatch if each stage has one of its `levels`; empty if one fits.
 
-    While a B runs, its stage holds all that its forward saves, and the earlier stages of its rank hold the bytes that their levels keep. Of
-    microbatches of unequal cost the largest counts. With `sizes`, the bytes of a microbatch on each rank, figures are in microbatches.
+    `costs` are those without recomputation. While a B runs, its stage holds all that its forward saves, and the earlier stages of its rank
+    hold the bytes that their levels keep. Of microbatches of unequal cost the largest counts. With `sizes`, the bytes of a microbatch on
+    each rank, figures are in microbatches.
     """
     one = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs

@@ -31,7 +31,7 @@ DivideProgress = Callable[[int, int, "Division | None"], object]
 @takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Division(Displayed):
-    """A way to divide a model over GPUs, with its estimate and a step of `num_microbatches`.
+    """A way to divide a model over GPUs, with the `estimate` of its stages and of a `step` of `num_microbatches`.
 
     `schedule` is the simulated one. A long step repeats its middle: `repeated` microbatches per rank were not simulated. `least_seconds` is
     a lower bound of the step time, from the work of its ranks.
@@ -85,7 +85,8 @@ class Divisions(Displayed):
     """The fastest ways to divide a model over GPUs, best first, each with its best schedule.
 
     Of the `ways` considered, `too_large` exceed `memory_bytes`, `simulated` were simulated, and lower bounds prove that the others are
-    slower than the last of `choices`.
+    slower than the last of `choices`. A step has `batch` sequences. If `pipeline_only`, only ways without tensor, context and expert
+    parallelism were considered.
     """
 
     choices: tuple[Division, ...]

@@ -42,10 +42,10 @@ CUT_INSIDE = "At a cut inside a layer, the input of the layer crosses together w
 class Estimate(Displayed):
     """Estimated times and bytes of a transformer's stages, for one GPU of each rank's tensor-parallel group.
 
-    `costs` are valid for every schedule with this number of stages, on any placement. The other sequences have one entry per stage:
-    `layers` are transformer layers, in steps of a half, `parameters` those of one GPU, `expert_parameters` those of routed experts among
-    them, and `weights`, `gradients`, `optimizer` and `activations` are bytes, the latter for one microbatch. `assumptions` has a sentence
-    for each assumption.
+    `setting` is the model on its GPUs and `efficiency` the share of their speed that operations reach. `costs` are valid for every schedule
+    with this number of stages, on any placement. The other sequences have one entry per stage: `layers` are transformer layers, in steps of
+    a half, `parameters` those of one GPU, `expert_parameters` those of routed experts among them, and `weights`, `gradients`, `optimizer`
+    and `activations` are bytes, the latter for one microbatch. `assumptions` has a sentence for each assumption.
     """
 
     setting: Setting
@@ -94,7 +94,7 @@ class Estimate(Displayed):
         return self.as_step(played, metrics(played, self.costs).makespan, peak_memory(played, self.costs))
 
     def as_step(self, schedule: Schedule, makespan: int, activations: Sequence[int], num_microbatches: int | None = None) -> StepEstimate:
-        """Returns a training step in which `schedule` takes `makespan` ns and ranks hold these bytes of activations.
+        """Returns a training step in which `schedule` takes `makespan` ns and ranks hold up to `activations` bytes of activations.
 
         `num_microbatches` is that of the step if `schedule` is only a part of it.
         """

@@ -30,9 +30,10 @@ From the FLOP/s over 2,048 and 8,192 tokens of cuDNN on an H200: 484 and 644 TFL
 class GPU(Displayed):
     """A GPU in a cluster, by its data sheet: dense FLOP/s, bytes per second, bytes.
 
-    `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory, including what CUDA and NCCL take.
-    `link_bandwidth` is the send bandwidth to the other GPUs of its NVLink domain, which has `domain_size` GPUs, and `network_bandwidth` the
-    send bandwidth beyond. `processors` is the number of streaming multiprocessors (SMs), over which a matrix product is divided in waves.
+    `name` is that of the product. `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory,
+    including what CUDA and NCCL take, and `memory_bandwidth` the rate at which it is read or written. `link_bandwidth` is the send
+    bandwidth to the other GPUs of its NVLink domain, which has `domain_size` GPUs, and `network_bandwidth` the send bandwidth beyond.
+    `processors` is the number of streaming multiprocessors (SMs), over which a matrix product is divided in waves.
 
     Data sheets leave out the effect of power limits and clocks, so two fields are measured. `sustained` has the steady-state FLOP/s of long
     products by precision, and `attention` those of fused causal attention over 8,192 tokens, in F and in B. By default, an A100's
@@ -69,7 +70,7 @@ class GPU(Displayed):
 
     @classmethod
     def from_dict(cls, data: Any) -> GPU:
-        """Reads the JSON form; raises `InputError` for anything else."""
+        """Reads `data`, as `to_dict` returns it; raises `InputError` for anything else."""
         if not isinstance(data, dict) or data.get("format") != FORM:
             raise InputError("it is not a GPU as `zerobubble doctor --measure` writes it, with the format {expected!r}", expected=FORM)
         given = {name: value for name, value in data.items() if name != "format"}

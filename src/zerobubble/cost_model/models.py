@@ -46,12 +46,25 @@ class Experts(NamedTuple):
 class Model(Displayed):
     """The shape of a decoder-only transformer.
 
-    `kv_heads` are the heads of keys and values, `inner` is the width between the two products of the MLP. `gated` says that the MLP has a
-    third product that gates the first, as SwiGLU has; `dropout` that residuals and attention have dropout, and products a bias; `tied` that
-    the head is the embedding. With `fused_attention` scores stay on the processors (FlashAttention), and the half of them that a causal
-    mask hides is not computed; without it they are written to memory. `latent` attention must be fused. `batch` are the sequences of a step
-    with which it was trained, where that was published. `head_width` are the features of a head, if not `hidden / heads`.
-    `positions` is the size of a table of positions, which limits sequences.
+    Attributes:
+        name: The name in messages.
+        layers: The number of transformer layers.
+        hidden: The width of the residual stream.
+        heads: The heads of queries.
+        kv_heads: The heads of keys and values.
+        inner: The width between the two products of the MLP.
+        vocabulary: The number of tokens in the vocabulary.
+        sequence: The tokens of a sequence.
+        gated: Whether the MLP has a third product that gates the first, as SwiGLU has.
+        dropout: Whether residuals and attention have dropout, and products a bias.
+        tied: Whether the head is the embedding.
+        fused_attention: Whether scores stay on the processors (FlashAttention), and the half of them that a causal mask hides is not
+            computed; otherwise they are written to memory.
+        latent: The widths of latent attention, which must be fused; None for plain attention.
+        experts: The experts that layers have instead of an MLP; None if all have an MLP.
+        batch: The sequences of a step with which it was trained, where that was published.
+        head_width: The features of a head, if not `hidden / heads`.
+        positions: The size of a table of positions, which limits sequences.
     """
 
     name: str
@@ -150,7 +163,10 @@ class Model(Displayed):
         return 0 if self.latent is None else self.hidden * (self.latent.queries + self.latent.keys + self.latent.rotary)
 
     def common_parameters(self, routed: bool) -> int:
-        """Parameters of the matrix products of one layer without routed experts; norms and biases, a thousandth of them, are left out."""
+        """Parameters of the matrix products of a layer, one with routed experts if `routed`, without these experts.
+
+        Norms and biases, a thousandth of them, are left out.
+        """
         if not routed or self.experts is None:
             return self.attention_parameters + self.inner_products * self.hidden * self.inner
         shared = self.experts.shared * self.inner_products * self.hidden * self.experts.inner

@@ -35,9 +35,10 @@ gradient, a parameter and two moments and writes the latter three (28), and cast
 class StepEstimate(Displayed):
     """An estimated training step: `passes` are its seconds until the end of the last pass, `update` those of the optimizer.
 
-    `gpus` is the number of all GPUs, including replicas, `tokens` that of the whole batch. `rank_bytes` are the peak bytes on a GPU of each
-    rank, `rank_activations` those of activations. `error_bar` is the relative error of published steps of this kind that the estimates
-    stay within, such as 0.1.
+    `schedule` is the name of its schedule. `model_flops` are the operations that the model requires for the whole batch, and `peak_flops`
+    the FLOP/s of all GPUs by their data sheets. `gpus` is the number of all GPUs, including replicas, `tokens` that of the whole batch.
+    `rank_bytes` are the peak bytes on a GPU of each rank, `rank_activations` those of activations. `error_bar` is the relative error of
+    published steps of this kind that the estimates stay within, such as 0.1.
     """
 
     schedule: str

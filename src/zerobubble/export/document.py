@@ -31,13 +31,16 @@ _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
 
 @takes(value=instance(Schedule, Timeline, Costs, Program, Plan, Workload))
 def dumps(value: Document) -> str:
-    """Return the JSON text of a schedule, timeline, costs, program, plan or workload. `loads` reads it."""
+    """Return the JSON text of `value`, a schedule, timeline, costs, program, plan or workload. `loads` reads it."""
     return json.dumps(value.to_dict()) + "\n"
 
 
 @takes(text=str)
 def loads(text: str) -> Document:
-    """Load a value written by `dumps`; raises `ParseError` for text that is not JSON, an unknown `format` or a malformed part."""
+    """Load the value that `dumps` wrote as `text`.
+
+    Raises `ParseError` for text that is not JSON, an unknown `format` or a malformed part.
+    """
     data = parsed_json(text)
     tag = data.get("format") if isinstance(data, dict) else None
     reader = _READERS.get(tag) if isinstance(tag, str) else None

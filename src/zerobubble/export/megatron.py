@@ -27,6 +27,7 @@ _GROUP = re.compile(rf"\(((?:{_ONE.pattern})+)\){_TIMES}")
 def from_megatron_layout(text: str, num_ranks: int) -> tuple[Placement, tuple[str, ...]]:
     """Return the placement on `num_ranks` ranks and the contents of each stage, such as `("Ettt", "tt", ..., "m", "L")`.
 
+    `text` is the layout, as Megatron's `--pipeline-model-parallel-layout` takes it.
     Raises `ParseError` naming the character for text that is not a layout, and `InputError` for stages that do not match the ranks and for
     layouts that Megatron refuses: E must come first, L last, and m after every t. All m must be in one stage of the last round, or in
     several if the losses are divided too.
@@ -108,7 +109,7 @@ def to_megatron_layout(stages: Sequence[str]) -> str:
 
 @takes(placement=Placement, num_layers=WHOLE)
 def balanced_layers(placement: Placement, num_layers: int) -> tuple[str, ...]:
-    """Return the contents of each stage for `num_layers` transformer layers, divided evenly; spare layers avoid both ends.
+    """Return the contents of each stage of `placement` for `num_layers` transformer layers, divided evenly; spare layers avoid both ends.
 
     Raises `InputError` for less than 1 layer, and for a placement other than linear or looped, which a layout cannot express.
     """

@@ -36,7 +36,7 @@ def looks_like_torch_csv(text: str) -> bool:
 
 @takes(text=str, name=str)
 def from_torch_csv(text: str, name: str = "unnamed") -> Schedule:
-    """Return the schedule in PyTorch's CSV `text`, with or without messages and weight operations; empty cells are skipped.
+    """Return the schedule `name` in PyTorch's CSV `text`, with or without messages and weight operations; empty cells are skipped.
 
     The CSV has neither the placement nor the number of microbatches. Each stage is placed on the rank that runs most of its passes, so that
     `schedule_faults` can report the others; the placement is recognized if it is linear, looped, vee or wave. Microbatches count from 0 to

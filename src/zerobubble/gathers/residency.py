@@ -44,7 +44,7 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankGathers(Displayed):
-    """The gathers of one rank, in the order in which they begin.
+    """The `gathers` of one rank, in the order in which they begin.
 
     No plan has fewer than `bound`; `peak_bytes` is the most resident bytes.
     """

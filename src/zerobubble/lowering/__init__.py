@@ -54,7 +54,7 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
 
 @takes(schedule=Schedule, costs=Costs)
 def prefetch_depth(schedule: Schedule, costs: Costs) -> int:
-    """Return a `prefetch` for `lower` that posts every receive before its message is sent, if passes take the times of `costs`.
+    """Return a `prefetch` for `lower(schedule)` that posts every receive before its message is sent, if passes take the times of `costs`.
 
     It is the smallest such value, unless `lower` has to post receives earlier to avoid a deadlock. Raises as `simulate` does.
     """

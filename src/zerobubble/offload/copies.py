@@ -58,7 +58,7 @@ def _works(copies: Sequence[LaneCopy], parts: SavedParts, link: HostLink) -> lis
 
 @takes(schedule=Schedule, costs=Costs, plans=each(RankOffloads), link=HostLink)
 def play_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], link: HostLink) -> Timeline:
-    """Return the timeline of `schedule` with the offloads of `plans` over `link`, including copies and device memory.
+    """Return the timeline of `schedule` under `costs` with the offloads of `plans` over `link`, including copies and device memory.
 
     Raises as `simulate` does, and `InputError` for plans with `offload_faults`.
 

@@ -56,7 +56,7 @@ class HostLink:
             raise wrong("the latency of a copy", self.latency, f"0 to {NS_PER_S} ns")
 
     def time(self, size: int, copying: Copying = Copying.TO_HOST) -> int:
-        """Return the time to copy `size` bytes in one direction, in ns."""
+        """Return the time to copy `size` bytes in the direction `copying`, by default to the host, in ns."""
         return self.latency + round(size * NS_PER_S / (self.to_host if copying is Copying.TO_HOST else self.from_host))
 
 
@@ -185,7 +185,8 @@ def rank_offloads(offloads: Sequence[Offload], steps: Sequence[Step], costs: Cos
 def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], limits: Limits | None = None) -> tuple[Fault, ...]:
     """Return every reason why `schedule` cannot run with the offloads `plans`, one for each rank; empty if it can.
 
-    With `limits`, exceeding a limit is a fault too. Raises `InputError` for plans or limits of another number of ranks.
+    `costs` give the bytes that stages hold. With `limits`, exceeding a limit is a fault too. Raises `InputError` for plans or limits of
+    another number of ranks.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
@@ -214,7 +215,7 @@ def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffload
 
 @takes()
 def require_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads]) -> None:
-    """Raise `InputError` with every reason why `schedule` cannot run with these offloads."""
+    """Raise `InputError` with every reason why `schedule` cannot run under `costs` with `plans`, the offloads of each rank."""
     faults = offload_faults(schedule, costs, plans)
     if faults:
         raise InputError(

@@ -31,9 +31,10 @@ _COVERED = "the search covered every cut"
 class LayerCut(Displayed):
     """A cut of `layers` on `placement`, with a lower bound.
 
-    `bound` is a lower bound, for all cuts, on the time of the slowest rank: the ns of its F, B and W per microbatch. `reason` explains it.
-    `speeds` has the speeds of the ranks, as in `cut_layers`; an even share is then proportional to the speed. `links` has the speeds of
-    links, as in `zb.plan`. Raises `InputError` for invalid speeds.
+    `cuts` are the indices of the layers at which stages begin, except the first. `bound` is a lower bound, for all cuts, on the time of the
+    slowest rank: the ns of its F, B and W per microbatch. `reason` explains it. `speeds` has the speeds of the ranks, as in `cut_layers`;
+    an even share is then proportional to the speed. `links` has the speeds of links, as in `zb.plan`. Raises `InputError` for invalid
+    speeds.
 
     >>> import zerobubble as zb
     >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 7 + [zb.partition.Layer(2 * 10**6, 2 * 10**6, 2 * 10**6, 0, 0)]
@@ -131,8 +132,9 @@ class LayerCut(Displayed):
 
 @takes(layers=each(Layer), num_stages=WHOLE)
 def balance(layers: Sequence[Layer], num_stages: int) -> Cuts:
-    """Returns the cuts that minimize the largest stage time (F + B + W), then the sum of squared stage times, exactly.
+    """Returns the cuts of `layers` into `num_stages` stages that minimize the largest stage time (F + B + W), exactly.
 
+    Among these, they minimize the sum of squared stage times.
     Raises `InputError` for fewer layers than stages.
     """
     return cut_layers(layers, Placement.linear(num_stages)).cuts
@@ -140,7 +142,7 @@ def balance(layers: Sequence[Layer], num_stages: int) -> Cuts:
 
 @takes(layers=each(Layer), placement=Placement, limits=optional(Limits), in_flight=WHOLE)
 def balance_placement(layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, in_flight: int = 1) -> Cuts:
-    """Returns the cuts of `cut_layers`, with the activations of `in_flight` microbatches in each stage."""
+    """Returns the cuts of `cut_layers(layers, placement, limits)`, with the activations of `in_flight` microbatches in each stage."""
     return cut_layers(layers, placement, limits, in_flight).cuts
 
 

@@ -61,7 +61,7 @@ class Layer:
         return self.forward + self.backward + self.weight
 
     def time_at(self, speed: float) -> int:
-        """Returns the ns of F, B and W on a rank of this speed. Each is rounded, so the times of a stage are sums over its layers."""
+        """Returns the ns of F, B and W on a rank of relative `speed`. Each is rounded, so the times of a stage are sums over its layers."""
         return at_speed(self.forward, speed) + at_speed(self.backward, speed) + at_speed(self.weight, speed)
 
     @property
@@ -84,7 +84,7 @@ LINE = Wanted("one line of printable text", lambda value: isinstance(value, str)
 
 @takes(layers=each(Layer))
 def join_blocks(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Joins the parts of each block into one layer, named after the block. Other layers are unchanged."""
+    """Joins the parts of each block among `layers` into one layer, named after the block. Other layers are unchanged."""
     grouped = groupby(enumerate(layers), key=lambda numbered: numbered[1].block or numbered[0])
     blocks = ([layer for _, layer in parts] for _, parts in grouped)
     return tuple(as_one(parts, parts[0].block) if parts[0].block else parts[0] for parts in blocks)
@@ -103,7 +103,10 @@ def fused_time(layers: Sequence[Layer]) -> int:
 
 @takes()
 def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
-    """Returns the layers of each stage. Raises `InputError` unless every stage has at least one."""
+    """Returns the `layers` of each stage; `cuts` are the indices at which stages begin, except the first.
+
+    Raises `InputError` unless every stage has at least one layer.
+    """
     edges = (0, *cuts, len(layers))
     if any(first >= end for first, end in pairwise(edges)):
         raise InputError(
@@ -120,7 +123,9 @@ def stage_costs(
     speeds: Sequence[float] = (),
     links: Sequence[float] = (),
 ) -> Costs:
-    """Returns the costs of the stages: sums over their layers, including parameters. The message of a stage is that of its last layer.
+    """Returns the costs of the stages into which `cuts` divide `layers`: sums over layers, including parameters.
+
+    The message of a stage is that of its last layer.
 
     With `speeds` of the ranks of `placement`, as in `cut_layers`, or `links` between them, as in `zb.plan`, the costs hold on that
     placement only. Raises `InputError` for a stage without layers, for invalid speeds, and for speeds without a placement.
@@ -151,7 +156,7 @@ def stage_costs(
 
 @takes()
 def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> tuple[int, ...]:
-    """Returns the bytes that the layers of each rank always hold."""
+    """Returns the bytes that `layers`, cut into stages by `cuts` and put on ranks by `placement`, always hold on each rank."""
     kept = [0] * placement.num_ranks
     for rank, stage in zip(placement.routes[0], slices(layers, cuts), strict=True):
         kept[rank] += sum(layer.parameters_bytes for layer in stage)
@@ -160,7 +165,10 @@ def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -
 
 @takes()
 def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement, limits: Limits) -> Limits:
-    """Returns the memory for activations within `limits` on all memory. Raises `InputError` with the ranks that have none."""
+    """Returns the memory that `limits` on all memory leave for activations next to the parameters of `layers`.
+
+    `cuts` divide the layers into stages and `placement` puts these on ranks. Raises `InputError` with the ranks that have none.
+    """
     kept = parameter_bytes(layers, cuts, placement)
     least = int(any(layer.held_after_f or layer.held_after_b for layer in layers))
     left = [limit - held for limit, held in zip(limits.memory, kept, strict=True)]
@@ -173,7 +181,7 @@ def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement,
 
 @takes()
 def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:
-    """Returns the JSON form, in ns and bytes. `layers_from_dict` reads it."""
+    """Returns the JSON form of `layers`, in ns and bytes. `layers_from_dict` reads it."""
     return {"format": FORM, "layers": [_layer_dict(layer) for layer in layers]}
 
 
@@ -184,7 +192,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
 
 @takes()
 def layers_from_dict(data: dict[str, Any]) -> tuple[Layer, ...]:
-    """Reads the JSON form. Raises `ParseError` if a part is missing or malformed."""
+    """Reads `data`, as `layers_to_dict` returns it. Raises `ParseError` if a part is missing or malformed."""
     with reading("layers", data):
         return tuple(Layer(**_fields_of(layer)) for layer in data["layers"])
 

@@ -138,6 +138,14 @@ class Plan(Displayed, Planned):
     ) -> Plan:
         """Makes a plan of `schedule` and its offloads, after verifying and playing it in plain Python.
 
+        Args:
+            problem: The problem that the schedule solves.
+            bound: A proven lower bound on its time; the plan is optimal if it meets the bound.
+            schedule: The order of passes.
+            seconds: The time of the search in seconds.
+            how: What found the schedule, such as the name of a published one.
+            offloads: What each rank moves to the host; empty without offload.
+
         Raises `ScheduleError` if it breaks the rules or the limits.
         """
         offloads = tuple(offloads) if any(rank.offloads for rank in offloads) else ()
@@ -160,7 +168,7 @@ class Plan(Displayed, Planned):
         return cls(problem, status, bound, schedule, time, seconds, how, makespan=played.makespan, offloads=offloads)
 
     def in_other(self, problem: Problem, suffix: str) -> Plan | None:
-        """The order and offloads as a plan for another problem, not bounded yet, with a suffix to its name; None if they do not fit."""
+        """The order and offloads as a plan for another `problem`, not bounded yet, with `suffix` after `how`; None if they do not fit."""
         how = f"{self.how.removesuffix(suffix)}{suffix}"
         try:
             offloads = with_other_costs(self.schedule, problem.costs, problem.limits, self.offloads) if self.offloads else ()
@@ -218,7 +226,7 @@ class Plan(Displayed, Planned):
         return min(plan.least_bubble for plan in with_schedule)
 
     def with_winner(self, winner: Plan, *savings: Saving) -> Plan:
-        """Returns the same search with `savings` and another winner, which is not one of its choices."""
+        """Returns the same search with `savings` and another `winner`, a plan that is not one of its choices."""
         names = ("choices", "seconds", "compiling", "interrupted", "enough_seconds")
         return replace(winner, savings=savings, **{name: getattr(self, name) for name in names})
 
@@ -395,7 +403,7 @@ class Plan(Displayed, Planned):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """Reads the JSON form; status and figures are recomputed from schedule, costs and bound.
+        """Reads `data`, as `to_dict` returns it; status and figures are recomputed from schedule, costs and bound.
 
         The bound of the file counts if neither it nor the problem has been changed since, and otherwise the bound that is computed here.
         Raises `ParseError` for a missing or malformed part, a schedule that cannot run, and a bound that the schedule beats.

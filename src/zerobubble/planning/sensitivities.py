@@ -89,7 +89,7 @@ class Sensitivity(Displayed):
         return tuple(rank for rank, spare in enumerate(self.spare or ()) if spare < self.error)
 
     def weight(self, effect: Effect) -> float:
-        """Percent by which the objective changes per percent of error in `what`, the mean of both directions."""
+        """Percent by which the objective changes per percent of error in the times of `effect`, the mean of both directions."""
         return (effect.slower - effect.faster) / (2 * self.error * self.time) if self.time else 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Auto(Replanner):
         require("memory of Auto", self.memory, _MEMORY)
 
     def hook_for(self, num_ranks: int, num_microbatches: int) -> AutoPlanner:
-        """Returns the hook that plans during the run of a pipeline."""
+        """Returns the hook that plans during the run of a pipeline over `num_ranks` ranks, for steps of `num_microbatches`."""
         return AutoPlanner(self, num_ranks, num_microbatches)
 
 

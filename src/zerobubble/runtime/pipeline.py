@@ -293,7 +293,7 @@ class Pipeline(RefusesModuleCalls):
         return loss
 
     def order_ahead(self, inputs: list[Any]) -> None:
-        """Orders the microbatches of a later `step` and plans their passes in a thread that runs until that step; see `played`.
+        """Orders `inputs`, the list of microbatches of a later `step`, and plans their passes in a thread until then; see `played`.
 
         Only the rank of the first stage needs to call it. A step with other microbatches orders them itself and plays the passes of
         `schedule`. Raises `InputError` for costs that are not numbers above 0, for anything but a list of microbatches, and without
@@ -308,6 +308,10 @@ class Pipeline(RefusesModuleCalls):
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
     ) -> tuple[Tensor | None, Any]:
         """Runs forward of one batch, in the forms of `step`, in evaluation mode. Returns the mean loss and the outputs.
+
+        Args:
+            inputs, kwargs, num_microbatches: As in `step`.
+            targets: Targets, as in `step`; None for outputs alone.
 
         The loss is None without targets, and otherwise the same on every rank. The outputs of all microbatches are joined on the rank of
         the last stage, and None elsewhere: tensors are concatenated along the batch, which is in dimension 0, in the one that `batch_dims`
@@ -391,9 +395,14 @@ class Pipeline(RefusesModuleCalls):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of all ranks by the norm of the whole model, like `torch.nn.utils.clip_grad_norm_`, and returns the norm.
 
-        All ranks must call it. A parameter counts once, even if several stages share it. A norm that is not finite scales gradients as in
-        torch; with `error_if_nonfinite`, gradients stay unchanged, and every rank raises `InputError` with the stages, parameters and
-        microbatches that the norm comes from. Raises `PipelineError` on every rank if any rank fails.
+        Args:
+            max_norm: The norm down to which gradients are scaled; smaller gradients are unchanged.
+            norm_type: The order of the norm; `float("inf")` for the largest absolute value.
+            error_if_nonfinite: Whether a norm that is not finite leaves gradients unchanged and raises `InputError` on every rank, with the
+                stages, parameters and microbatches that it comes from. By default it scales gradients as in torch.
+
+        All ranks must call it. A parameter counts once, even if several stages share it. Raises `PipelineError` on every rank if any rank
+        fails.
         """
         total = self._norm_to_clip_by(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         with self._session.guard.during("while clipping gradients"):
@@ -427,7 +436,12 @@ class Pipeline(RefusesModuleCalls):
         Runs one step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so passes
         and messages are measured undisturbed, B separate from W, in the memory of one microbatch. Times are medians over microbatches and
         steps. Afterwards, gradients, buffers, random states, the Python state of stages and `losses` are as before, down to the last bit;
-        neither `on_loss` nor hooks are called. `progress(done, total)` is called after every step; by default, rank 0 shows a progress bar.
+        neither `on_loss` nor hooks are called.
+
+        Args:
+            inputs, targets, kwargs: As in `step`.
+            steps: The number of timed steps.
+            progress: `progress(done, total)` is called after every step; by default, rank 0 shows a progress bar.
 
         The same number of steps each also measures BW, if the schedule has both BW and B (`costs.fused`); all stages at each level of
         `recompute` and in full, if it is given, even as {} (`costs.levels`, for `zb.plan(costs, recompute="auto")`); and both algorithms,
@@ -448,6 +462,11 @@ class Pipeline(RefusesModuleCalls):
         block that is split inside is reported by its parts. `zb.partition.layers_to_dict` converts them for `zerobubble plan --layers`, and
         `zb.plan` plans with them. Like `profile`, it changes nothing and every rank must call it. Raises like `profile`, and `InputError`
         for other stages.
+
+        Args:
+            inputs, targets, kwargs: As in `step`.
+            steps: How often each part is timed.
+            progress: As in `profile`.
         """
         return profile_layers(self._steps, self._inputs(inputs, targets, kwargs)[0], steps, progress)
 
@@ -467,6 +486,9 @@ class Pipeline(RefusesModuleCalls):
 
         Runs a step and restores what it changes, as `profile` does. Every rank must call it and gets the same reports. For copies of a
         stage, the report is that of the first rank. Raises like `profile`.
+
+        Args:
+            inputs, targets, kwargs: As in `step`.
         """
         return profiling.describe(self._steps, self._inputs(inputs, targets, kwargs)[0])
 
@@ -493,7 +515,7 @@ class Pipeline(RefusesModuleCalls):
         return self._steps.state_dict()
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `step_state` returned, on every rank. Raises `InputError` for the state of a hook that is not attached."""
+        """Restores the `state` that `step_state` returned, on every rank. Raises `InputError` for that of a hook that is not attached."""
         self._steps.load_state_dict(state)
 
     state_dict, load_state_dict = refused("state_dict", "save"), refused("load_state_dict", "load")

@@ -121,7 +121,10 @@ _NAME = instance(str)._replace(remedy=lambda value: "write the name first, as in
 
 @takes(name=_NAME, stages_per_rank=WHOLE, any_stages=bool)
 def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, needs: Needs = no_needs) -> Callable[[Builder], Builder]:
-    """Decorate a function to register it in this process as the schedule `name`. The arguments are those of `Recipe`.
+    """Decorate a function to register it in this process as the schedule `name`.
+
+    The function is the `build` of a `Recipe`, and `stages_per_rank`, `any_stages` and `needs` are those of the recipe: the default number
+    of stages per rank, whether others work, and a function that says why a shape is not supported; by default, every shape is.
 
     Raises `InputError` if another function already has the name. To offer a schedule to every process, a package declares an entry
     point in the group `zerobubble.schedules`.

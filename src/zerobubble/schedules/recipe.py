@@ -32,18 +32,24 @@ OF_SLICES = takes(ranks=COUNT, microbatches=COUNT, stages_per_rank=COUNT, slices
 
 
 def no_needs(ranks: int, microbatches: int, stages_per_rank: int) -> str:
-    """Return "": the schedule supports every shape."""
+    """Return "": the schedule supports every shape of `ranks`, `microbatches` and `stages_per_rank`."""
     return ""
 
 
 @takes()
 @dataclass(frozen=True, repr=False)
 class Recipe(Displayed):
-    """How to build one schedule: `build(ranks, microbatches, stages_per_rank, **options)`.
+    """How to build one schedule.
 
-    `stages_per_rank` is the default, and `any_stages` is true if other numbers work. `needs(ranks, microbatches, stages_per_rank)`
-    returns why a shape is not supported, as the end of a sentence (`needs an even number of ranks, got 3`), or "" if it is. Raises
-    `InputError` for a `build` that cannot be called with these three arguments.
+    Attributes:
+        name: The name by which `zb.make` and the command line know it.
+        build: `build(ranks, microbatches, stages_per_rank, **options)` returns the schedule.
+        stages_per_rank: The default number of stages per rank.
+        any_stages: Whether other numbers of stages per rank work, too.
+        needs: `needs(ranks, microbatches, stages_per_rank)` returns why a shape is not supported, as the end of a sentence ("needs an even
+            number of ranks, got 3"), or "" if it is.
+
+    Raises `InputError` for a `build` that cannot be called with these three arguments.
     """
 
     name: str
@@ -66,7 +72,10 @@ class Recipe(Displayed):
         yield from filter(None, (self.summary, self.rule, *self.formulas, self.good_for, self.source))
 
     def refusal(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> str:
-        """Return why the schedule does not support this shape, as a sentence; "" if it does."""
+        """Return why the schedule does not support these numbers of `ranks`, `microbatches` and `stages_per_rank`; "" if it does.
+
+        The reason is a sentence. By default, ranks have the stages of the recipe.
+        """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         for what, count in (("rank", ranks), ("microbatch", microbatches), ("stage per rank", stages)):
             if count < 1:
@@ -78,7 +87,7 @@ class Recipe(Displayed):
         return f"{self.name} {lack}" if lack else ""
 
     def allows(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> bool:
-        """Whether the schedule supports this shape."""
+        """Whether the schedule supports these numbers of `ranks`, `microbatches` and `stages_per_rank`, as in `refusal`."""
         return not self.refusal(ranks, microbatches, stages_per_rank)
 
     @cached_property
@@ -89,7 +98,10 @@ class Recipe(Displayed):
         return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}
 
     def check_options(self, options: dict[str, Any], recipes: Iterable[Recipe] = ()) -> None:
-        """Raise `InputError` for an unknown option, naming those of `recipes` that have it, or for a value of the wrong type."""
+        """Raise `InputError` if `options`, values by name, has an unknown name or a value of the wrong type.
+
+        The error names those of `recipes` that have the unknown option.
+        """
         for option, value in options.items():
             if option not in self.options:
                 known = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it takes no options"

@@ -51,7 +51,7 @@ class CheckedDevice(Host):
 
     `errors` are all violations so far. `waits.seen` has the sites of all waits, as file and line, and `waits.by_host` those at which the
     host waited for the device, in order. `num_operations` counts what was checked, by name of the stream, and `num_replays` replays of
-    graphs. Work of a thread is checked from its first `set_stream` on.
+    graphs. Work of a thread is checked from its first `set_stream` on. `left_out` and `continues` are those of `checked_device`.
     """
 
     has_graphs = True
@@ -93,6 +93,7 @@ class CheckedDevice(Host):
 
     @contextmanager
     def on_stream(self, stream: CheckedStream) -> Iterator[None]:
+        """A context in which the calling thread enqueues work on `stream`."""
         before = self.current_stream()
         self._here.stream = stream
         try:
@@ -112,9 +113,11 @@ class CheckedDevice(Host):
             self._here.mode.__enter__()
 
     def new_event(self, *, timed: bool = False) -> CheckedEvent:
+        """Creates an event; its times can be compared if it is `timed`."""
         return CheckedEvent(self._host, self.current_stream, self.waits, self.errors, timed=timed)
 
     def keep_for(self, tensor: Tensor, stream: CheckedStream) -> None:
+        """Keeps the memory of `tensor` from reuse before the work that is on `stream` when it is freed."""
         if self.waits.counts():
             self._memory_of(tensor).kept_for.add(stream.number)
 
@@ -129,6 +132,7 @@ class CheckedDevice(Host):
                 self._host.join(stream.clock)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns an uninitialized tensor of `shape` and `dtype` in host memory that is checked."""
         with self._lock:
             tensor = super().host_memory(shape, dtype)
             self._add(tensor.untyped_storage(), self._host, on_host=True)
@@ -141,7 +145,10 @@ class CheckedDevice(Host):
         return graph
 
     def capture(self, run: Callable[[], Result], pool: Any) -> tuple[Any, Callable[[], object], Result]:
-        """Captures a graph. Raises `RuntimeError` for what a capture excludes; see `graphs`."""
+        """Captures the work of `run()` as a graph. Returns `pool` or a new one, the function that replays it, and the result.
+
+        Raises `RuntimeError` for what a capture excludes; see `graphs`.
+        """
         state, stream = torch.get_rng_state(), self.new_stream(allocates_again=False)
         self._over()
         with self.on_stream(stream):
@@ -174,12 +181,13 @@ class CheckedDevice(Host):
             self._here.site = None
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns whether an operation has used the memory of a tensor."""
+        """Returns whether an operation has used the memory of `tensor`."""
         return _is_checked(tensor) and tensor.untyped_storage()._cdata in self._memory
 
     def note(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], new: Sequence[Tensor], *, is_async: bool) -> None:
-        """Adds an operation of the calling thread, a copy that returns at once if `is_async`.
+        """Adds the operation `name` of the calling thread, which `reads` and `writes` tensors and returns `new` ones.
 
+        If `is_async`, it is a copy that returns at once.
         Raises `OrderError` if it is not ordered after an earlier one.
         """
         with self._lock:
@@ -239,7 +247,7 @@ class CheckedDevice(Host):
         return self._memory.get(storage._cdata) or self._add(storage, self._default, on_host=False)
 
     def message(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[Clock, bool]:
-        """Adds a message or collective, which reads and writes on a stream of its own.
+        """Adds the message or collective `name`, which `reads` and `writes` tensors on a stream of its own.
 
         Returns the clock at its end, and whether the tensors are host memory.
         """
@@ -255,7 +263,7 @@ class CheckedDevice(Host):
             return dict(stream.clock), on_host
 
     def message_over(self, clock: Clock, *, on_host: bool) -> bool:
-        """Orders what follows after a message: the host for a message in host memory, else the current stream, as NCCL does.
+        """Orders what follows after a message that ended at `clock`: for one `on_host`, the host; else the current stream, as NCCL does.
 
         Returns whether the wait has an effect.
         """
@@ -273,12 +281,15 @@ class CheckedDevice(Host):
         return started
 
     def waits_for(self, message: Waitable) -> None:
-        """Notes that the calling thread waits for a message."""
+        """Notes that the calling thread waits for `message`."""
         if self.graph is not None:
             self.graph.wait_message(message, _site())
 
     def collective(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-        """Adds a functional collective, whose results, `new` or `writes`, are over once `collective_over` was called for them."""
+        """Adds the functional collective `name`, which `reads` tensors.
+
+        Its results, `new` or `writes`, are over once `collective_over` was called for them.
+        """
         with self._lock:
             for tensor in new:
                 self._add(tensor.untyped_storage(), self.current_stream(), on_host=False)
@@ -293,7 +304,10 @@ class CheckedDevice(Host):
             self.message_over(clock, on_host=False)
 
     def read_by_host(self, name: str, tensor: Tensor) -> None:
-        """Adds a read of host memory by the host. Raises `OrderError` if the host has not waited for the copy that wrote it."""
+        """Adds the operation `name` of the host, which reads `tensor`, if that is host memory.
+
+        Raises `OrderError` if the host has not waited for the copy that wrote it.
+        """
         with self._lock:
             if _is_checked(tensor) and self._memory_of(tensor).on_host:
                 self._access(self._host, name, (tensor,), ())

@@ -143,7 +143,11 @@ class Waits:
 
 
 class CheckedStream:
-    """A stream with a vector clock, and with the methods of `torch.Stream`. Number 0 is the host."""
+    """A stream with a vector clock, and with the methods of `torch.Stream`.
+
+    `CheckedDevice` creates it, with its `number`, 0 for the host, a `name` for messages, the stream of the `host`, None for the host
+    itself, and the `waits` and the `lock` of the device.
+    """
 
     def __init__(self, number: int, name: str, host: CheckedStream | None, waits: Waits, lock: RLock) -> None:
         self.number = number
@@ -172,7 +176,7 @@ class CheckedStream:
         return self.clock.get(access.stream.number, 0) >= access.time
 
     def follows(self, stream: CheckedStream) -> bool:
-        """Returns whether what follows on this stream comes after all that is on another one now."""
+        """Returns whether what follows on this stream comes after all that is on `stream` now."""
         return self.clock.get(stream.number, 0) >= stream.clock.get(stream.number, 0)
 
     def wait_stream(self, stream: CheckedStream) -> None:
@@ -185,7 +189,7 @@ class CheckedStream:
                 self.join(stream.clock)
 
     def wait_event(self, event: CheckedEvent) -> None:
-        """Waits for what the event recorded."""
+        """Waits for what `event` recorded."""
         if self._waits.counts():
             graph = self._waits.graph()
             if graph is not None:
@@ -207,7 +211,11 @@ class CheckedStream:
 
 
 class CheckedEvent:
-    """An event with the clock of the stream that recorded it, and with the methods of `torch.Event`."""
+    """An event with the clock of the stream that recorded it, and with the methods of `torch.Event`.
+
+    `CheckedDevice` creates it, with its `host` stream, a function that returns the `current` stream, its `waits` and its `errors`. Only a
+    `timed` event has times.
+    """
 
     def __init__(
         self, host: CheckedStream, current: Callable[[], CheckedStream], waits: Waits, errors: list[OrderError], *, timed: bool

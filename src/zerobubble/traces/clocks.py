@@ -22,7 +22,7 @@ Links = Mapping[tuple[int, int], int]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClockShift(Displayed):
-    """What was added to the times of a rank to read the clock of rank 0, in ns: `shift`, which lies between `least` and `most`.
+    """What was added to the times of `rank` to read the clock of rank 0, in ns: `shift`, which lies between `least` and `most`.
 
     The bounds are what the run's messages leave open; None where there is no bound.
     """

@@ -32,6 +32,7 @@ from zerobubble.verify import schedule_faults
 class TracedRun(Displayed):
     """A run of PyTorch's pipeline schedules as `read_trace` found it.
 
+    - `files`: the names of the traces, one per rank.
     - `timelines`: a measured timeline for each training step, in ns from its first pass.
     - `labels`: the profiler's number of each step, None where the trace has none.
     - `clock`: "kernels" where a GPU's passes are timed by what ran on it, "host" where by the host's ranges.
@@ -64,7 +65,7 @@ class TracedRun(Displayed):
         return sorted(numbers, key=lambda number: self.timelines[number].makespan)[(len(numbers) - 1) // 2]
 
     def timeline(self, step: int | None = None) -> Timeline:
-        """The timeline of a step, of the typical one if not given. Raises `InputError` for a step that the traces do not have."""
+        """The timeline of `step`, by default the typical one. Raises `InputError` for a step that the traces do not have."""
         return self.timelines[self._number(step)]
 
     def _number(self, step: int | None) -> int:
@@ -75,15 +76,15 @@ class TracedRun(Displayed):
         return self.typical if step is None else step
 
     def schedule(self, step: int | None = None) -> Schedule:
-        """The order that ran in a step, named after the known schedule that it is."""
+        """The order that ran in `step`, by default the typical one, named after the known schedule that it is."""
         return _schedule_of(self.timeline(step))
 
     def recognition(self, step: int | None = None) -> Recognition:
-        """Which known schedule ran in a step, or which one comes closest."""
+        """Which known schedule ran in `step`, by default the typical one, or which one comes closest."""
         return recognize(self.schedule(step))
 
     def costs(self, step: int | None = None) -> Costs:
-        """What passes and messages took in a step; if none is given, the medians over all steps that run what the typical one does.
+        """What passes and messages took in `step`; if none is given, the medians over all steps that run what the typical one does.
 
         The time of a link is 0 if no rank waited for its messages; `hidden_links` lists such links. Bytes are not known. Raises
         `InputError` naming the file where the trace of the step lacks passes or has them in an order that cannot have run.
@@ -92,11 +93,14 @@ class TracedRun(Displayed):
         return self._costs[self._key(step)][0]
 
     def hidden_links(self, step: int | None = None) -> tuple[int, ...]:
-        """The links, each named by its first stage, whose time is not known since no rank had to wait for a message there."""
+        """The links, each named by its first stage, whose time is not known since no rank had to wait for a message there.
+
+        `step` is the step, as in `costs`.
+        """
         return self._costs[self._key(step)][1]
 
     def step_costs(self, step: int | None = None) -> Costs:
-        """The medians of the passes of one step, and the times of messages as `costs` has them."""
+        """The medians of the passes of `step`, by default the typical one, and the times of messages as `costs` has them."""
         self._require_whole(step)
         number = self._number(step)
         usual = self.costs() if number in self._alike(self.typical) else self.costs(number)
@@ -121,7 +125,7 @@ class TracedRun(Displayed):
         return _CostsOfSteps(self)
 
     def steps_like(self, step: int | None) -> tuple[Timeline, ...]:
-        """The timeline of a step, or those of all that run what the typical step does."""
+        """The timeline of `step`; for None, those of all steps that run what the typical one does."""
         numbers = self._alike(self.typical) if step is None else [self._number(step)]
         return tuple(self.timelines[number] for number in numbers)
 
@@ -134,7 +138,7 @@ class TracedRun(Displayed):
         return [_rows_of(timeline) for timeline in self.timelines]
 
     def difference(self, step: int | None = None, schedule: Schedule | None = None) -> Difference:
-        """Where the time of a step went, held against its own schedule played with `step_costs`: see `zb.diff`.
+        """Where the time of `step` went, by default the typical one, held against its schedule played with `step_costs`: see `zb.diff`.
 
         Raises `InputError` where a `schedule` is given and the step ran another one.
         """
@@ -145,7 +149,10 @@ class TracedRun(Displayed):
         return diff(ran, self.step_costs(step), self.timeline(step))
 
     def gaps(self, step: int | None = None, timeline: Timeline | None = None) -> tuple[tuple[Gap, ...], ...]:
-        """Per rank, every bubble of a step with what the rank waited for; of another `timeline` of its schedule where one is given."""
+        """Per rank, every bubble of `step`, by default the typical one, with what the rank waited for.
+
+        If `timeline` is given, another one of the same schedule, they are those of it.
+        """
         return gaps(self.schedule(step), self.step_costs(step), timeline or self.timeline(step))
 
 

@@ -166,9 +166,18 @@ def comparison_html(
     sections: Sequence[str] = (),
     periods: Sequence[int] = (),
 ) -> str:
-    """The page: one row of figures per timeline under the titles `columns`, `note` below the table, then the viewer and `sections` of HTML.
+    """The page that compares timelines: a table of their figures, then the viewer.
 
-    The first columns compare each makespan, and each of the `periods` in ns, with those of the first timeline.
+    The first columns compare each makespan, and each of the `periods`, with those of the first timeline.
+
+    Args:
+        title: The title of the page.
+        columns: The titles of the figures.
+        rows: The figures of each timeline, as text.
+        viewed: The timelines, in the same order.
+        note: Text below the table.
+        sections: Further sections of HTML below the viewer.
+        periods: The period of each timeline in ns; empty to leave the column out.
 
     Raises `InputError` unless there is a row for each timeline.
     """

@@ -20,7 +20,14 @@ REFERENCE = "1f1b"
 @takes()
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Activation memory of one rank in bytes; None where a figure is not known or there is no limit."""
+    """Activation memory of one rank in bytes; None where a figure is not known or there is no limit.
+
+    Attributes:
+        rank: The rank.
+        predicted: The peak in the simulation.
+        measured: The peak in training.
+        limit: The most bytes that the rank may hold.
+    """
 
     rank: int
     predicted: int | None = None
@@ -31,7 +38,15 @@ class MemoryRow:
 @takes()
 @dataclass(frozen=True, slots=True)
 class ThroughputRow:
-    """One schedule's speed in tokens per second, and what else is known: bubble rates (0 to 1), activation bytes of the fullest rank."""
+    """The speed of one schedule; None where a figure is not known.
+
+    Attributes:
+        schedule: The name of the schedule.
+        tokens_per_second: Tokens per second over all ranks.
+        predicted_bubble: The bubble rate in the simulation, 0 to 1.
+        measured_bubble: The bubble rate in training, 0 to 1.
+        peak_bytes: Activation bytes of the fullest rank.
+    """
 
     schedule: str
     tokens_per_second: float
@@ -45,12 +60,19 @@ class ThroughputRow:
 class Report(Displayed):
     """The contents of a training report. Every part may be empty, and then its section is left out.
 
-    `facts` are (label, value) pairs; `timelines` share one axis, such as 1F1B above the schedule that was trained and its simulation;
-    `losses` holds a loss per step under the name of each run, the pipeline first and what it is compared to second. `gaps` are the idle
-    times of each timeline by what its ranks wait for, `layers` the bytes that each rank always holds in addition to activations, by
-    name, for each timeline; `difference` compares the measured one with its plan. `held_out` is the loss on data that was not trained on,
-    before and after training. `caution` is a warning about the speeds, shown above all figures; it
-    replaces the headline with the speed.
+    Attributes:
+        title: The heading of the page.
+        facts: Pairs (label, value).
+        timelines: Timelines on one axis, such as 1F1B above the schedule that was trained and its simulation.
+        memory: The activation memory of each rank.
+        losses: A loss per step under the name of each run, the pipeline first and what it is compared to second.
+        throughput: The speed of each schedule.
+        notes: Sentences on how the figures were measured.
+        gaps: The idle times of each timeline by what its ranks wait for.
+        difference: A comparison of the measured timeline with its plan.
+        layers: For each timeline, the bytes that each rank always holds in addition to activations, by name.
+        held_out: The loss on data that was not trained on, before and after training.
+        caution: A warning about the speeds, shown above all figures; it replaces the headline with the speed.
     """
 
     title: str

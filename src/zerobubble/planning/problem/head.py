@@ -64,12 +64,12 @@ class Head(Displayed):
         return f"of {forward:g} ms, {for_input:g} ms and {for_weights:g} ms, a part {self.slowdown:g} times its share"
 
     def divided(self, costs: Costs, num_ranks: int) -> Costs:
-        """The costs of the stages with an even part of the head on each rank."""
+        """The `costs` of the stages, with an even part of the head on each of `num_ranks` ranks."""
         forward, for_input, for_weights = (self.slowdown * time / num_ranks for time in self.times)
         return costs.with_divided_head((forward, for_input, for_weights), held=self.held / num_ranks, collective=self.collective)
 
     def whole(self, costs: Costs) -> Costs:
-        """The costs of the stages with the whole head in the last one."""
+        """The `costs` of the stages, with the whole head in the last one."""
         names = ("forward", "backward", "weight")
         columns = {name: _add_to_last(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, self.times, strict=True)}
         if costs.fused:
@@ -108,7 +108,7 @@ class Head(Displayed):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Head:
-        """Reads the JSON form; raises `ParseError` if a part is missing or malformed."""
+        """Reads `data`, as `to_dict` returns it; raises `ParseError` if a part is missing or malformed."""
         with reading("head", data):
             forward, for_input, for_weights = data["times"]
             return cls((forward, for_input, for_weights), data["held"], data["collective"], data["slowdown"])

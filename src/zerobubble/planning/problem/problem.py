@@ -58,16 +58,16 @@ class Objective(StrEnum):
     MAKESPAN = "makespan"
 
     def measure(self, played: Timeline | Metrics) -> int:
-        """The value that a search minimizes in a simulated schedule, in ns. For the period it is the longest span, an upper bound."""
+        """The value that a search minimizes in `played`, a simulation, in ns. For the period it is the longest span, an upper bound."""
         return played.span if self is Objective.PERIOD else played.makespan
 
     def time_of(self, schedule: Schedule, costs: Costs, played: Timeline | Metrics) -> int:
-        """The time per step in ns, if `schedule` was played with nothing but its passes."""
+        """The time per step in ns, if `schedule` was played under `costs` as `played`, with nothing but its passes."""
         return period(schedule, costs) if self is Objective.PERIOD else played.makespan
 
     @classmethod
     def named(cls, name: str) -> Objective:
-        """The objective by its name; raises `InputError` for any other."""
+        """The objective with the name `name`; raises `InputError` if there is none."""
         if name not in list(cls):
             raise wrong("objective", name, " or ".join(cls))
         return cls(name)
@@ -215,7 +215,7 @@ class Problem(Displayed):
         return ""
 
     def with_head(self, costs: Costs) -> Costs:
-        """These costs of the stages with the head, if there is one."""
+        """These `costs` of the stages with the head, if there is one."""
         if self.head is None:
             return costs
         return self.head.divided(costs, self.placement.num_ranks) if self.has_divided_head else self.head.whole(costs)
@@ -281,7 +281,7 @@ class Problem(Displayed):
         return any(map(self.recomputes, range(self.placement.num_stages)))
 
     def with_levels(self, chosen: Sequence[Level]) -> Problem:
-        """The problem with these levels of its stages, of those offered."""
+        """The problem with a `chosen` level for each stage, of those offered."""
         assert self.recomputation is not None, "only problems with recomputation have levels"
         return replace(self, costs=self.costs.with_recompute(chosen), recomputation=replace(self.recomputation, chosen=tuple(chosen)))
 
@@ -342,7 +342,7 @@ class Problem(Displayed):
         return self if self.recomputation is None else self.with_levels(self.recomputation.offered[:1] * self.placement.num_stages)
 
     def least_bubble(self, bound: Bound) -> float:
-        """Lower bound on the bubble rate from one on the time; at least 0 even if overlapped passes hide time."""
+        """Lower bound on the bubble rate from `bound`, one on the time; at least 0 even if overlapped passes hide time."""
         return max(0.0, self.bubble(bound.time))
 
     @property
@@ -389,7 +389,10 @@ class Problem(Displayed):
         return lower_bounds(self.placement, self.num_microbatches, self.costs, None if self.shortage_reason else limits)
 
     def require_schedule(self, schedule: Schedule, noun: str, remedy: str = "leave it out") -> None:
-        """Raise `InputError` unless `schedule`, a `noun` such as a seed, has this placement and number of microbatches."""
+        """Raise `InputError` unless `schedule`, a `noun` such as a seed, has this placement and number of microbatches.
+
+        `remedy` is the advice of the error.
+        """
         shape = schedule.placement.routes, schedule.num_microbatches, schedule.slices
         if shape != (self.placement.routes, self.num_microbatches, self.slices):
             message = "the {noun} {schedule!r} is for another placement, or another number of microbatches or slices"

@@ -61,7 +61,7 @@ class Sharded(Displayed):
         return f"weights of {sizes}: {capacity} may stay gathered, gathered at {show_bytes(round(self.bytes_per_second))} per second"
 
     def sizes(self, placement: Placement) -> tuple[int, ...]:
-        """The bytes of each stage's weights; raises `InputError` if they are given for other stages."""
+        """The bytes of the weights of each stage of `placement`; raises `InputError` if they are given for other stages."""
         if isinstance(self.weights, int):
             home = placement.routes[0]
             return tuple(self.weights // home.count(rank) for rank in home)
@@ -77,8 +77,9 @@ class Sharded(Displayed):
         return self.weights
 
     def for_layers(self, layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> Sharded:
-        """The same for the stages of a cut: `weights` of a rank are an equal share of those of all layers, or there is one per layer.
+        """The same for the stages into which `cuts` divide `layers`, on `placement`.
 
+        `weights` of a rank are an equal share of those of all layers, or there is one number per layer.
         Of a rank's weights, each layer has a part in proportion to its parameters, or the same part if no layer has any. Raises
         `InputError` unless there is one number per layer or per stage.
         """
@@ -99,7 +100,7 @@ class Sharded(Displayed):
         return replace(self, weights=tuple(sum(weights[first:end]) for first, end in pairwise(edges)))
 
     def times(self, placement: Placement) -> tuple[int, ...]:
-        """The ns to gather each stage's weights."""
+        """The ns to gather the weights of each stage of `placement`."""
         rate = self.bytes_per_second
         return tuple(0 if rate is None else round(size * NS_PER_S / rate) for size in self.sizes(placement))
 
@@ -110,7 +111,7 @@ class Sharded(Displayed):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sharded:
-        """Reads the JSON form; raises `ParseError` for a missing part, and `InputError` for a bad value."""
+        """Reads `data`, as `to_dict` returns it; raises `ParseError` for a missing part, and `InputError` for a bad value."""
         with reading("weights in shards", data):
             weights, memory = data["weights"], data["memory"]
             sizes = tuple(map(whole, weights)) if isinstance(weights, list) else whole(weights)

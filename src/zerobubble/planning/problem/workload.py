@@ -103,10 +103,18 @@ class Workload(Displayed):
         buckets: int = 0,
         fused: float | None = None,
     ) -> Workload:
-        """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms; `held` is what W needs relative to F's bytes, above 1 if B adds more
-        than it frees; `buckets` of a rank.
+        """Returns the work of `num_ranks` equal ranks, with times in ms.
 
-        `fused` is the time of a BW in ms, if it takes less than B and W. Raises `InputError` as `Costs` does.
+        Args:
+            num_ranks: The number of ranks.
+            times: The times of F, B and W of a rank, for one microbatch.
+            comm: The time of a message between neighbors.
+            held: What W needs relative to F's bytes; above 1 if B adds more than it frees.
+            reduce: The time to sum the gradients of a rank over replicas.
+            buckets: The number of buckets of a rank in which they leave during its last W passes; with 0 they leave after these.
+            fused: The time of BW, if it takes less than B and W.
+
+        Raises `InputError` as `Costs` does.
         """
         costs = Costs.uniform(1, times, held=held, reduce=reduce, fused=fused)
         link = Costs.uniform(2, times, comm).comm[0]
@@ -134,9 +142,15 @@ class Workload(Displayed):
         buckets: Sequence[int] = (),
         fused: Sequence[float] | None = None,
     ) -> Workload:
-        """Times in ms per rank; `comm` between neighbors and, last, between the last rank and the first. `reduce` is 0 by default.
+        """Returns the work of ranks from columns with one value per rank, times in ms.
 
-        `fused` are the times of BW, by default as long as B and W.
+        Args:
+            forward, backward, weight: The times of F, B and W, for one microbatch.
+            comm: The times of messages between rank r and the next one and, last, between the last rank and the first.
+            held: What W needs relative to F's bytes, on every rank.
+            reduce: The times to sum the gradients of a rank over replicas; 0 by default.
+            buckets: The numbers of buckets in which they leave during the last W passes; by default, they leave after these.
+            fused: The times of BW; by default, those of B and W.
 
         Raises `InputError` for a time that is missing, negative or not finite, with its rank.
         """
@@ -169,12 +183,12 @@ class Workload(Displayed):
         return costs.with_columns(fused=[self.fused[r] // count[r] for r in home]) if self.fused else costs
 
     def at_links(self, links: Links) -> Workload:
-        """Returns the same work with messages over links of these relative speeds."""
+        """Returns the same work with messages over `links`, relative speeds: of each rank to the next, and of the last one to the first."""
         return replace(self, comm=tuple(at_speed(time, speed) for time, speed in zip(self.comm, links, strict=True))) if links else self
 
     @takes(microbatches=NUMBER)
     def limits(self, microbatches: float) -> Limits:
-        """Returns limits that fit the activations of this many microbatches on every rank, each with what F saves or B leaves, if more.
+        """Returns limits that fit activations of this many `microbatches` on every rank, each with what F saves or B leaves, if more.
 
         Raises `InputError` for a number that is not a finite one above 0, or so large that bytes are meant.
         """
@@ -187,7 +201,7 @@ class Workload(Displayed):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Workload:
-        """Reads the JSON form; raises `ParseError` if a part is missing or malformed."""
+        """Reads `data`, as `to_dict` returns it; raises `ParseError` if a part is missing or malformed."""
         with reading("workload", data):
             return cls(*(tuple(map(whole, (_OPTIONAL | data)[column.name])) for column in fields(cls)))
 

@@ -58,7 +58,7 @@ class FewGathers(Saving):
     least_gathers: int
 
     def for_order(self, priced: PlanWithGathers) -> FewGathers:
-        """Returns the choice for the order of a plan replayed with other costs, with this order as the only candidate."""
+        """Returns the choice for the order of `priced`, a plan replayed with other costs, with this order as the only candidate."""
         return _choice(priced, priced, priced)
 
     def _summary(self) -> str:

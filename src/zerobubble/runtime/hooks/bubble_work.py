@@ -72,7 +72,7 @@ class BubbleWork(StepHook):
         self._idle: dict[int, deque[float]] = {}
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Raises `InputError` for invalid arguments, and for costs that do not fit the pipeline's schedule."""
+        """Raises `InputError` for invalid arguments, and for costs that do not fit the schedule of `pipeline`."""
         require("work", self._work, function("bubble"))
         require("share", self._share, _SHARE)
         require("least", self._least, _SECONDS)
@@ -81,7 +81,7 @@ class BubbleWork(StepHook):
         self._use(pipeline.schedule)
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Finds the windows again if the schedule has changed."""
+        """Finds the windows again if the schedule of `step` is another one."""
         if step.schedule is not self._schedule:
             self._use(step.schedule)
 
@@ -92,7 +92,7 @@ class BubbleWork(StepHook):
         self._schedule = schedule
 
     def before_step_of_row(self, number: int) -> None:
-        """Offers the window before this step, if there is one."""
+        """Offers the window before step `number` of the row, if there is one."""
         window = self._windows.get(number)
         if window is None:
             return
@@ -108,7 +108,7 @@ class BubbleWork(StepHook):
         self.overruns += took > seconds
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Measures the idle time of each window, including the work in it."""
+        """Measures the idle time of each window of `step`, including the work in it."""
         times = [(begin / 1e9, end / 1e9) for begin, end in step.times()]
         if len(times) == len(step.schedule.steps[self._rank]):
             for number, idle in self._idle.items():

@@ -106,7 +106,7 @@ class PostValidation(StepHook):
         pipe.attach(self)
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Compares the arguments with all ranks. Raises `InputError` on every rank if one of them is wrong or they disagree."""
+        """Compares the arguments with all ranks of `pipeline`. Raises `InputError` on every rank if one is wrong or they disagree."""
         self._pipeline = pipeline
         self._peers = pipeline.peers
         self._is_last = pipeline.rank == pipeline.num_ranks - 1
@@ -166,14 +166,14 @@ class PostValidation(StepHook):
         return {"optimizers": states} if len(states) > 1 else states[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Settles the last step, and sets the optimizers' state."""
+        """Settles the last step, and sets the optimizers' state to `state_dict`, which `state_dict()` returned."""
         self.settle()
         states = state_dict["optimizers"] if len(self.optimizers) > 1 else [state_dict]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Makes the step start over at its rollback point if needed, unless the last optimizer's step is known to be final."""
+        """Makes `step` start over at its rollback point if needed, unless the last optimizer's step is known to be final."""
         if self._verdict is True:
             return
         snapshot = Snapshot(self._pipeline.modules.values())

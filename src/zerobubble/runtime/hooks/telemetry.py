@@ -83,7 +83,7 @@ class Telemetry(StepHook):
         return f"<Telemetry to {', '.join(['on_step'] * (self.report is not None) + takers)}>"
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Opens the receivers of the reports."""
+        """Opens the receivers of the reports of `pipeline`."""
         self._rank = rank = pipeline.rank
         keepers: list[Keeper] = []
         self._pipeline = weakref.ref(pipeline)
@@ -96,7 +96,7 @@ class Telemetry(StepHook):
         self._recorder = StepRecorder(keepers) if keepers else None
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Counts the operations of a step whose shapes are new, and measures memory in steps with details."""
+        """Counts the operations of `step` if its shapes are new, and measures memory if it is one with details."""
         number, rest = divmod(step.number, self._every)
         self._has_details = self._recorder is not None and not rest and has_details(number, self._detail_every)
         step.measures_memory |= self._has_details
@@ -110,11 +110,11 @@ class Telemetry(StepHook):
         memo["flops"] = self._counter.get_total_flops()
 
     def on_start_over(self, step: TrainingStep) -> None:
-        """Discards the counts so far: these passes run again."""
+        """Discards the counts of `step` so far: these passes run again."""
         self._counter.flop_counts.clear()
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Reports the step."""
+        """Reports `step`."""
         if step.number % self._every:
             return
         assert step.loss is not None
@@ -241,7 +241,13 @@ def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None =
 
 @takes()
 def write_scalars(writer: Any, prefix: str = "pipeline/", peak_flops: float | None = None) -> Telemetry:
-    """Returns a hook that passes the numbers of each step to `writer.add_scalar(name, value, step)`, such as TensorBoard's."""
+    """Returns a hook that passes the numbers of each step to `writer.add_scalar(name, value, step)`, such as TensorBoard's.
+
+    Args:
+        writer: An object with the method `add_scalar`.
+        prefix: What each name begins with.
+        peak_flops: This rank's peak floating-point operations per second, for the MFU, as in `Telemetry`.
+    """
 
     def on_step(report: StepReport) -> None:
         for name in ("seconds", "bubble", "loss", "mfu"):

@@ -79,6 +79,7 @@ class DividedHead:
     def parts(self, stages: tuple[int, ...], modules: Mapping[int, nn.Module], gradients: Gradients) -> dict[int, HeadPart]:
         """Returns the head parts of those `stages` that this rank has, registered as parameters of their `modules`.
 
+        `gradients` says where their gradients are summed (`.grad` or `.main_grad`).
         Raises `InputError` for fewer rows than parts, and for unsuitable rows.
         """
         if self.vocabulary < len(stages):

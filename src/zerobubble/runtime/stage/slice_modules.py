@@ -33,6 +33,7 @@ class JoinSlices(nn.Module):
         self.dim = dim
 
     def forward(self, value: Tensor) -> Tensor:
+        """Returns `value` joined with those of earlier slices."""
         return join(self, value, self.dim)
 
     def extra_repr(self) -> str:
@@ -58,6 +59,10 @@ class CausalAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0, scale: float | None = None, enable_gqa: bool = False
     ) -> Tensor:
+        """Returns the attention of `query` over `key` and `value`, the slice's tensors (..., heads, tokens, width), and those before.
+
+        `dropout_p`, `scale` and `enable_gqa` are those of `torch.nn.functional.scaled_dot_product_attention`.
+        """
         key, value = self.keys(key), self.values(value)
         tokens, before = query.size(-2), key.size(-2) - query.size(-2)
         mask = cast(Tensor, causal_lower_right(tokens, tokens + before)) if before else None
@@ -75,5 +80,6 @@ class SlicePositions(nn.Module):
     """
 
     def forward(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Returns the positions of the `length` tokens of this slice, whole numbers on `device`."""
         start = tokens_before(self, length)
         return torch.arange(start, start + length, device=device)

@@ -42,6 +42,12 @@ class TrainingStep:
         loss: The mean loss, a scalar tensor; set when the step ends.
         added_losses: The parts of it that stages added, by name; set when the step ends.
         divisor: Sums of gradients are divided by it when the step ends; 1 if each loss is weighted before its backward pass.
+        began: The `perf_counter()` at which the step began.
+        contexts: The contexts of `run_passes_in`.
+        rollback_checks: The functions of `start_over_unless`.
+        wait_for_device: Waits until the device has finished its work.
+        records: Returns what this rank recorded in the step, once it has ended.
+        later_records: Returns a function that returns the same, even during later steps.
     """
 
     number: int
@@ -140,16 +146,19 @@ class AttachedPipeline(Protocol):
         """Returns what every rank did in the last step; all ranks must call it."""
 
     def before_optimizer(self, *, ranks_meet: bool = False) -> None:
-        """Notifies every hook that gradients are about to be used, with all ranks meeting for it or on each rank by itself."""
+        """Notifies every hook that gradients are about to be used; `ranks_meet` says that all ranks meet for it."""
 
     def record_optimizer(self) -> AbstractContextManager[None]:
         """Returns a context whose time is recorded in the timeline of the last step as a step of the optimizer."""
 
     def record_reduction(self, stage: int, began: int, ended: int) -> None:
-        """Records a sum of the gradients of `stage` over replicas in the timeline of the last step; times in `perf_counter_ns`."""
+        """Records a sum of the gradients of `stage` over replicas in the timeline of the last step, from `began` to `ended`.
+
+        Both are times of `perf_counter_ns`.
+        """
 
     def memory_forecast_of(self, schedule: Schedule, costs: Costs) -> MemoryForecasts:
-        """Returns what each rank would hold in steps of `schedule`, after `change_schedule` with it; all ranks must call it."""
+        """Returns what each rank would hold after `change_schedule(schedule, costs)`; all ranks must call it."""
 
     def change_schedule(self, schedule: Schedule, costs: Costs) -> None:
         """Plays `schedule` from the next step on, with receives posted as early as `costs` require; all ranks must make the same change."""
@@ -179,7 +188,7 @@ class StepHook:
         """Called when the hook joins `pipeline`. An `InputError` raised here is raised on every rank."""
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Called when a training step begins: its inputs are split and valid, and no pass has run."""
+        """Called when the training step `step` begins: its inputs are split and valid, and no pass has run."""
 
     def before_step_of_row(self, number: int) -> None:
         """Called before this rank waits for the inputs of step `number` of its row (from 0): one pass, or two overlapped ones.
@@ -205,7 +214,7 @@ class StepHook:
         """
 
     def on_start_over(self, step: TrainingStep) -> None:
-        """Called when the forwards before the rollback point are discarded and about to rerun."""
+        """Called when the forwards of `step` before its rollback point are discarded and about to rerun."""
 
     def on_step_end(self, step: TrainingStep) -> None:
         """Called when all passes of the step are over and `step.loss` is set. It is between two steps, so the schedule may be changed."""
@@ -233,7 +242,7 @@ class StepHook:
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. Any exception refuses it.
+        """Restores `state`, which `state_dict` returned. Any exception refuses it.
 
         If another hook, or the hook on another rank, refuses its state, it is called a second time, with what `state_dict` returned just
         before, so that nothing is half loaded. A hook that cannot return to an earlier state overrides `check_state_dict`.

@@ -63,7 +63,8 @@ class Group(NamedTuple):
     """This `rank` among `size` ranks, and a `store` that all of them reach.
 
     The store is one of torch.distributed's, or has its methods `set`, `get`, `check` and `compare_set`. It is used only after failures, so
-    it must not depend on the lines of the endpoint. Each pipeline needs its own part of it, such as a `PrefixStore`.
+    it must not depend on the lines of the endpoint; `timing` is how long ranks wait for it and for each other. Each pipeline needs its own
+    part of it, such as a `PrefixStore`.
 
     `store_host` is the rank whose process hosts the store, None if none of these ranks does. `name` differs between pipelines and is the
     same on all ranks. `processes` are those of `ranks` if they are known before the ranks connect; else the ranks exchange them.
@@ -172,7 +173,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
-        """Returns a function that starts sending one contiguous tensor along a line that begins here.
+        """Returns a function that starts sending one contiguous tensor along `line`, which begins here.
 
         The tensor stays unchanged until its work is done. `sender` itself must not communicate. The function returns without waiting for
         the receiver, and raises `RuntimeError` if the connection is known to be lost.
@@ -180,7 +181,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
-        """Returns a function that starts receiving the next tensor of a line that ends here, into a tensor of its size and dtype.
+        """Returns a function that starts receiving the next tensor of `line`, which ends here, into a tensor of its size and dtype.
 
         Receives are started in the order of the messages, long before these may arrive.
         """
@@ -202,16 +203,16 @@ class Endpoint(ABC):
         """
 
     def open_channels(self, channels: Iterable[Channel]) -> None:  # noqa: B027
-        """Connects these channels if their first message would otherwise block both ranks. Every rank passes the same channels."""
+        """Connects `channels` if their first message would otherwise block both ranks. Every rank passes the same channels."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns each rank's `tensor`, in rank order; it is on the CPU and has the same size and dtype on all ranks."""
         return exchange_all(self, tensor, self.group.ranks)
 
     def sums(self, members: Sequence[int], number: int = 0) -> Sums:
-        """Returns sums over these ranks, this one included, of tensors on the pipeline's device. By default they use lines in a ring.
+        """Returns sums over the ranks `members`, this one included, of tensors on the pipeline's device.
 
-        Two ranks may be neighbors in several rings; `number` distinguishes their lines.
+        By default they use lines in a ring. Two ranks may be neighbors in several rings; `number` distinguishes their lines.
         """
         here, size = members.index(self.group.rank), len(members)
         send = self.sender(Line(self.group.rank, members[(here + 1) % size], ValueKind.WEIGHT_WORK, number))

@@ -24,7 +24,7 @@ _NONE: Mapping[str, Tensor] = {}
 def add_loss(name: str, loss: Tensor) -> None:
     """Add `loss`, a tensor with one element, to the loss of the microbatch whose forward runs: call it in a stage's forward.
 
-    Losses added under one name are summed over layers and stages, in float32 at least. The loss of a microbatch is
+    Losses added under one `name` are summed over layers and stages, in float32 at least. The loss of a microbatch is
     `loss_fn(output, target)` plus the sum of all losses added in its forward, and all of it is multiplied by the weight of the microbatch.
     A checkpointed region adds its losses once, though it runs again in backward.
 
