@@ -469,6 +469,53 @@ def test_a_teacher_that_is_called_first_is_not_the_network(network: str | None, 
     assert trainer.global_step == (2 if network else 0)
 
 
+class Rows(nn.Module):
+    """Returns rows of another form than one for each sample: steps of time in the first dimension, or several rows for each sample."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(WIDTH, 4), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = [self.layer(x), self.layer(x).tanh(), self.layer(x).sin()]
+        return torch.stack(steps) if self.form == "time first" else torch.stack(steps, 1).flatten(0, 1)
+
+
+class OfRows(Classifier):
+    """A loss of some rows of the network, with automatic or manual optimization."""
+
+    def __init__(self, form: str, *, by_hand: bool) -> None:
+        super().__init__()
+        self.model, self.form, self.automatic_optimization, self.losses = Rows(form), form, not by_hand, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = self.model(batch[0])
+        loss = (rows[1] if self.form == "time first" else rows[1::3]).square().mean()
+        if self.automatic_optimization:
+            return {"loss": loss, "rows": rows.detach()}
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach(), "rows": rows.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses += [outputs["loss"], outputs["rows"]]
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["", "by hand"])
+@pytest.mark.parametrize("form", ["time first", "rows of samples"])
+def test_rows_of_another_form_are_those_of_one_device(form: str, by_hand: bool, tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    found = []
+    for strategy in ({"strategy": PipelineStrategy("1f1b", 2)}, {}):
+        lightning.seed_everything(0, verbose=False)
+        module, given = OfRows(form, by_hand=by_hand), {"devices": 1, "max_steps": 3, "default_root_dir": tmp_path, **quiet, **strategy}
+        lightning.Trainer(accelerator="cpu", precision="64-true", **given).fit(module, data())
+        found.append([module.losses, module.state_dict()])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
 class Recurrent(Classifier):
     """Keeps the output of the last step, which it gives to the network, in an attribute or in the batch."""
 

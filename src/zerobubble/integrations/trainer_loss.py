@@ -33,6 +33,7 @@ class Batch(Microbatches):
     """A batch in microbatches.
 
     Attributes:
+        sizes: The numbers of samples of the microbatches.
         factor: The factor of the loss of the batch.
         states_before: The random states before all captures.
         states_after: The random states after all captures.
@@ -41,6 +42,7 @@ class Batch(Microbatches):
         called: By microbatch, what `compute_loss` gave, on the rank that computes the losses. Losses have no gradients.
     """
 
+    sizes: list[int] = field(default_factory=list)
     factor: float = 1.0
     states_before: RandomStates | None = None
     states_after: RandomStates | None = None
@@ -50,7 +52,7 @@ class Batch(Microbatches):
 
     def joined_outputs(self) -> Any:
         """Returns the outputs that `compute_loss` returned for the microbatches, joined."""
-        return join_outputs([self.called[index].outputs for index in range(len(self.parts))])
+        return join_outputs([self.called[index].outputs for index in range(len(self.parts))], self.sizes, takes_first=True)
 
 
 class TrainerLoss:
@@ -84,7 +86,8 @@ class TrainerLoss:
 
     def begin(self, inputs: Any, items: Any, factor: float, count: int, *, trains: bool, returns_outputs: bool = False) -> Batch:
         """Returns `count` microbatches of a batch with the arguments of the model for each, after finding out the rules if that is due."""
-        batch = Batch(cut(inputs, count, self._dims)[0], trains, items, returns_outputs, factor=factor)
+        parts, sizes = cut(inputs, count, self._dims)
+        batch = Batch(parts, trains, items, returns_outputs, sizes=sizes, factor=factor)
         key = trains, tuple(name for name, value in inputs.items() if value is not None)
         self._num_steps[trains] += 1
         rules = self._rules.get(key, {})

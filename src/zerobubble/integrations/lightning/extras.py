@@ -79,7 +79,7 @@ def _by(rule: str, values: Sequence[Any], parts: Parts) -> Any:
         return type(values[0])(item for value in values for item in value)
     if rule in ("mean", "weights", "sum") and all(map(_is_number, values)) and len(values) == len(parts.sizes):
         return _of_numbers(rule, values, list(parts.weights if rule == "weights" else parts.sizes))
-    return join_outputs(values) if rule == "joined" else list(values)
+    return join_outputs(values, parts.sizes, takes_first=True) if rule == "joined" else list(values)
 
 
 def _of_numbers(rule: str, values: Sequence[Any], weights: list[float]) -> Any:

@@ -78,8 +78,8 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
         if not self._calls:
             return None
         parts = self.parts()
-        output = numbers.placed(join_outputs(numbers.marked(self.outputs, parts), self._sizes), "the module", device)
-        targets = join_outputs([targets for _, targets, _ in self._calls], self._sizes)
+        output = numbers.placed(join_outputs(numbers.marked(self.outputs, parts), self._sizes, takes_first=True), "the module", device)
+        targets = join_outputs([targets for _, targets, _ in self._calls], self._sizes, takes_first=True)
         try:
             with self._draws.joined():
                 whole = super().__call__(output, targets)

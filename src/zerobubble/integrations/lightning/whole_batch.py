@@ -159,18 +159,19 @@ class WholeBatch:
 def joined_in_views(values: Sequence[Any], sizes: Sequence[int], views: int) -> Any:
     """Returns arguments or outputs of microbatches for the batch: with several `views`, as torch.cat joins them, one after another."""
     if views <= 1:
-        return join_outputs(values)
+        return join_outputs(values, sizes, takes_first=True)
 
     def part(value: Any, size: int, view: int) -> Any:
         rows = slice(view * size, (view + 1) * size)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == views * size else tensor, value)
 
-    return join_outputs([part(value, size, view) for view in range(views) for value, size in zip(values, sizes, strict=True)])
+    parts = [part(value, size, view) for view in range(views) for value, size in zip(values, sizes, strict=True)]
+    return join_outputs(parts, [*sizes] * views, takes_first=True)
 
 
 def num_views(values: Sequence[Any], sizes: Sequence[int], whole: Any, are_equal: Callable[[Any, Any], bool]) -> int:
     """Returns the number of views with which the joined arguments of microbatches equal those of the batch, 0 if they differ."""
-    if are_equal(join_outputs(values), whole):
+    if are_equal(joined_in_views(values, sizes, 1), whole):
         return 1
     rows = max((len(leaf) for leaf in pytree.tree_leaves(whole) if isinstance(leaf, Tensor) and leaf.ndim), default=0)
     views = rows // sum(sizes)

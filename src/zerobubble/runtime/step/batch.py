@@ -230,32 +230,50 @@ def as_arguments(microbatch: Any) -> Tensors:
     return Payload.from_tensors(tensors, structure)
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int] = (), dim: int = 0) -> Any:
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int] = (), dim: int = 0, *, takes_first: bool = False) -> Any:
     """Joins the outputs of all microbatches: tensors are concatenated along the batch, scalars stacked, and equal values kept once.
 
-    The batch is `dim` if that has the `sizes` of the microbatches, or they are not known, or another one, see `_batch_dim`. Tuples, dicts
-    and dataclasses, such as the outputs of Transformers, are joined item by item. Outputs that cannot be joined, such as tensors of
-    different sizes, are returned as a list with an item per microbatch. Objects of other classes are never compared.
-    The output of a single microbatch is returned as it is.
+    The batch is `dim` if that has the `sizes` of the microbatches, or they are not known, or another one, see `_batch_dims`. If several are
+    possible, it is the first one with `takes_first`, and else none, with a warning. Tuples, dicts and dataclasses, such as the outputs of
+    Transformers, are joined item by item. Outputs that cannot be joined, such as tensors of different sizes, are returned as a list with an
+    item per microbatch. Objects of other classes are never compared. The output of a single microbatch is returned as it is.
     """
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    kind = type(first)
     if all(isinstance(output, Tensor) for output in outputs):
-        return _joined_tensors(list(outputs), sizes, dim)
-    join = partial(join_outputs, sizes=sizes, dim=dim)
-    if isinstance(first, Mapping) and all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
-        joined = {key: join([output[key] for output in outputs]) for key in first}
-        return kind(**joined) if is_dataclass(kind) else joined
-    if is_dataclass(kind) and not isinstance(first, Mapping) and all(type(output) is kind for output in outputs):
-        names = [field.name for field in fields(kind) if field.init]
-        return replace(first, **{name: join([getattr(output, name) for output in outputs]) for name in names})
-    is_sequence = isinstance(first, (tuple, list)) and kind is not torch.Size
-    if is_sequence and all(type(output) is kind and len(output) == len(first) for output in outputs):
-        items = [join(of_each) for of_each in zip(*outputs, strict=True)]
-        return kind(*items) if hasattr(kind, "_make") else kind(items)
-    return first if _are_the_same(outputs) else list(outputs)
+        return _joined_tensors(list(outputs), sizes, dim, takes_first=takes_first)
+    items = _items_of_all(outputs)
+    if items is None:
+        return first if _are_the_same(outputs) else list(outputs)
+    join = partial(join_outputs, sizes=sizes, dim=dim, takes_first=takes_first)
+    return _with_items(first, {name: join([of_one[name] for of_one in items]) for name in items[0]})
+
+
+def _items_of_all(outputs: Sequence[Any]) -> list[dict[Any, Any]] | None:
+    """Returns the items of each output by their names or places; None if they are not containers of one form."""
+    items = [found for output in outputs if (found := _items(output)) is not None]
+    are_alike = all(isinstance(output, Mapping) for output in outputs) or len({type(output) for output in outputs}) == 1
+    return items if are_alike and len(items) == len(outputs) and all(found.keys() == items[0].keys() for found in items) else None
+
+
+def _items(output: Any) -> dict[Any, Any] | None:
+    if isinstance(output, Mapping):
+        return dict(output)
+    if is_dataclass(output) and not isinstance(output, type):
+        return {field.name: getattr(output, field.name) for field in fields(output) if field.init}
+    return dict(enumerate(output)) if isinstance(output, (tuple, list)) and not isinstance(output, torch.Size) else None
+
+
+def _with_items(container: Any, items: dict[Any, Any]) -> Any:
+    """Returns a container of the same class with other items; a dict in place of other mappings than dataclasses."""
+    kind = type(container)
+    if isinstance(container, Mapping):
+        return kind(**items) if is_dataclass(kind) else items
+    if is_dataclass(kind):
+        return replace(container, **items)
+    values = items.values()
+    return container._make(values) if hasattr(container, "_make") else kind(values)
 
 
 def _are_the_same(outputs: Sequence[Any]) -> bool:
@@ -269,38 +287,44 @@ def _are_the_same(outputs: Sequence[Any]) -> bool:
     return constant is not None and all(constant_of(output) == constant for output in outputs)
 
 
-def _joined_tensors(outputs: list[Tensor], sizes: Sequence[int], dim: int) -> Tensor | list[Tensor]:
+def _joined_tensors(outputs: list[Tensor], sizes: Sequence[int], dim: int, *, takes_first: bool) -> Tensor | list[Tensor]:
     if any(output.is_nested for output in outputs) or len({output.dim() for output in outputs}) > 1:
         return outputs
-    if not outputs[0].dim():
+    shapes = [output.shape for output in outputs]
+    if not shapes[0]:
         return outputs if dim else torch.stack(outputs)
-    found = _batch_dim([output.shape for output in outputs], sizes, dim) if len(sizes) == len(outputs) and all(sizes) else dim
-    if found is None or found >= outputs[0].dim() or len({(*output.shape[:found], *output.shape[found + 1 :]) for output in outputs}) > 1:
+    possible = _batch_dims(shapes, sizes, dim) if len(sizes) == len(outputs) and all(sizes) else [dim]
+    if len(possible) > 1 and not takes_first:
+        _warn_of_dims(shapes[0], sizes[0], possible)
+        return outputs
+    found = next(iter(possible), len(shapes[0]))
+    if found >= len(shapes[0]) or len({(*shape[:found], *shape[found + 1 :]) for shape in shapes}) > 1:
         return outputs
     return torch.cat(outputs, found)
 
 
-def _batch_dim(shapes: Sequence[torch.Size], sizes: Sequence[int], first: int) -> int | None:
-    """Returns the batch dimension of tensors with these shapes, for microbatches of these sizes; None without one.
+def _batch_dims(shapes: Sequence[torch.Size], sizes: Sequence[int], first: int) -> list[int]:
+    """Returns the dimensions in which tensors with these shapes may have the batch, for microbatches of these sizes.
 
-    It is `first` if that has the sizes, or else the only one that has. Several rows for each sample, such as those of its tokens, or a
-    number of rows that depends on it are in dimension 0. If several dimensions are possible, warns, and returns None.
+    It is `first` if that has the sizes, or else one that has. Several rows for each sample, such as those of its tokens, or a number of
+    rows that depends on it are in dimension 0.
     """
     of_dims = list(zip(*shapes, strict=True))
     having = [dim for dim, found in enumerate(of_dims) if list(found) == list(sizes)]
     if first in having:
-        return first
+        return [first]
     varying = [dim for dim, found in enumerate(of_dims) if len(set(found)) > 1]
     rows_of_sample = {divmod(rows, size) for rows, size in zip(of_dims[0], sizes, strict=True)}
     has_rows = len(rows_of_sample) == 1 and all(rest == 0 for _, rest in rows_of_sample)
-    possible = sorted({*having, *([0] if has_rows or varying == [0] else [])})
-    if len(possible) > 1:
-        warn_user(
-            f"eval_step returns a list of outputs, one for each microbatch: in the shape {tuple(shapes[0])} of a microbatch of {sizes[0]} "
-            f"samples, the batch may be in dimension {' or '.join(map(str, possible))}; return it in dimension 0, or give "
-            f"zb.Pipeline(..., batch_dims={{{OUTPUTS!r}: {possible[-1]}}})"
-        )
-    return possible[0] if len(possible) == 1 else None
+    return sorted({*having, *([0] if has_rows or varying == [0] else [])})
+
+
+def _warn_of_dims(shape: torch.Size, samples: int, possible: Sequence[int]) -> None:
+    warn_user(
+        f"eval_step returns a list of outputs, one for each microbatch: in the shape {tuple(shape)} of a microbatch of {samples} samples, "
+        f"the batch may be in dimension {' or '.join(map(str, possible))}; return it in dimension 0, or give "
+        f"zb.Pipeline(..., batch_dims={{{OUTPUTS!r}: {possible[-1]}}})"
+    )
 
 
 def refuse_other_size(what: str, size: int, batch_size: int) -> None:
