@@ -19,6 +19,7 @@ class State:
     """The scales of a weight, and the weight itself, which is there twice. A forward notes how it ran."""
 
     is_training: bool | None = None
+    is_packed = False
 
     def __init__(self, scale: Tensor, numbers: Tensor | None = None) -> None:
         self.scale = scale
@@ -105,7 +106,10 @@ class Quantized(nn.Module):
         if self.place == "wrapper":
             return Product.apply(x, self.weight.numbers, self.weight.scale)
         if self.place == "attribute":
-            return Product.apply(x, self.weight.view(WIDTH, WIDTH), self.weight.state.scale)
+            state = self.weight.state
+            if not (self.training or x.requires_grad or state.is_packed):  # as bitsandbytes does on some processors
+                self.weight.data, state.scale, state.is_packed = self.weight.data.view(WIDTH // 2, -1).clone(), state.scale.float(), True
+            return Product.apply(x, self.weight.view(WIDTH, WIDTH), state.scale.double())
         assert self.state is not None
         self.state.is_training = self.training
         return Product.apply(x, self.state.numbers, self.state.scale)

@@ -64,6 +64,11 @@ def train(group: Any, place: str, schedule: str) -> tuple[float, float, float]:
             optimizer.zero_grad()
             pipe.step(*batch(step))
             optimizer.step()
+            pipe.eval_step(*batch(step))
+            with zb.gathered(model, rank=0), torch.no_grad():
+                if pipe.rank == 0:
+                    model.eval()(batch()[0])
+                    model.train()
         oracle, x, kept = one_device(place, 3), batch(9)[0], bytes_of(model)
         with zb.gathered(model):
             assert bytes_of(model) == whole

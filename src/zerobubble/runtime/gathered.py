@@ -22,7 +22,7 @@ from zerobubble.runtime.values.buffers import changing_weights, making_tensors
 from zerobubble.runtime.values.memory import local_part
 from zerobubble.runtime.values.released import is_released, local_shape, refill
 from zerobubble.runtime.values.sparse import TensorForm, is_sparse, parts_of
-from zerobubble.runtime.values.stateful import is_wrapper
+from zerobubble.runtime.values.stateful import forms_kept, is_wrapper
 
 _DOING = "gathering the weights of a model"
 
@@ -96,7 +96,8 @@ def gathering(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Iterator
     releases = wanted and runner.cut_model.was_gathered()
     fault, ends_process = None, False
     try:
-        yield
+        with forms_kept(model.modules() if wanted else ()):
+            yield
     except BaseException as error:
         ends_process = not isinstance(error, Exception)
         raise

@@ -29,6 +29,7 @@ from zerobubble.runtime.values.buffers import in_mode
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Tensors, tensors_in, with_keywords
 from zerobubble.runtime.values.random_state import seed_for, seeded
+from zerobubble.runtime.values.stateful import forms_kept
 from zerobubble.units import counted
 
 Build = Callable[[int, int], nn.Module]
@@ -224,9 +225,10 @@ class Stages:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts every module into evaluation mode, without gradients, and restores the modes afterwards."""
+        """Puts every module into evaluation mode, without gradients, and restores the modes and the forms of weights afterwards."""
         parts = (part for module in self.modules.values() for part in all_parts(module))
-        with in_mode(parts, training=False), torch.no_grad():
+        of_stages = (part for module in self.modules.values() for part in module.modules())
+        with in_mode(parts, training=False), forms_kept(of_stages), torch.no_grad():
             yield
 
     def meter(self, *batch: Any) -> Meter:

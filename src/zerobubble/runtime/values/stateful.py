@@ -7,12 +7,16 @@ A library keeps the tensors that belong to a quantized weight, such as its scale
 - in attributes of the weight's module, as bitsandbytes does in 8 bits (`module.state.SCB`).
 
 This state goes where the weight goes: into shape-only copies, and, as far as it has the weight's numbers, out of memory and back.
+
+A library may also keep another form of a weight from its first forward in evaluation mode on, as bitsandbytes does in 4 bits on processors
+with AVX512-BF16. That form has no gradient and rounded scales, so `forms_kept` ends it with the evaluation.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -97,3 +101,24 @@ def tensors_inside_wrapper(tensor: Tensor, name: str) -> Iterator[tuple[str, Ten
             yield from tensors_inside_wrapper(inner, f"{name}.{part}")
         else:
             yield f"{name}.{part}", inner
+
+
+@contextmanager
+def forms_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context after which the stateful tensors of `modules` consist of the same memory as before, with the same attributes."""
+    tensors = [tensor for module in modules for tensor in stateful_tensors(module).values() if not is_wrapper(tensor)]
+    before = [(tensor, tensor.data, [(vars(holder), dict(vars(holder))) for holder in _holders_of(tensor)]) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, data, holders in before:
+            if (tensor.shape, tensor.data_ptr()) != (data.shape, data.data_ptr()):
+                tensor.data = data
+                for attributes, entries in holders:
+                    attributes.clear()
+                    attributes.update(entries)
+
+
+def _holders_of(tensor: Tensor) -> list[Any]:
+    """Returns a stateful tensor, and the objects in its attributes that have attributes of their own."""
+    return [tensor, *(value for value in vars(tensor).values() if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)))]
