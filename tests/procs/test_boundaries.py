@@ -574,9 +574,7 @@ def gathered(group: Any, samples: int) -> Any:
         torch.testing.assert_close(outputs["logits"], torch.cat([part["logits"] for part in each]))
         torch.testing.assert_close(outputs["norm"], torch.stack([part["norm"] for part in each]))
         torch.testing.assert_close(outputs["parts"][0], torch.cat([part["parts"][0] for part in each]))
-        lengths = outputs["lengths"]  # a list if no dimension has the sizes of the microbatches
-        lengths = torch.cat(lengths) if isinstance(lengths, list) else lengths
-        torch.testing.assert_close(lengths, torch.cat([part["lengths"] for part in each]))
+        torch.testing.assert_close(outputs["lengths"], [part["lengths"] for part in each])  # no dimension has the sizes of microbatches
         return outputs["parts"][1], outputs["first"]
 
 

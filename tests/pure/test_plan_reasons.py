@@ -56,14 +56,19 @@ def test_the_table_says_what_steps_are_and_sets_apart_what_was_not_searched() ->
 
 def test_reasons_have_the_figures_of_the_table_where_layers_are_cut_anew() -> None:
     layers = [zb.partition.Layer(f * 10**6, f * 10**6, 10**6, 100, 50) for f in (3, 3, 3, 3, 3, 3, 3, 9)]
-    placements = {"vee": zb.Placement.vee(2), "looped-2": zb.Placement.looped(2, 2)}
+    placements = {"linear": zb.Placement.linear(2), "vee": zb.Placement.vee(2), "looped-2": zb.Placement.looped(2, 2)}
     found = zb.plan(layers, 6, zb.Limits((600, 600)), placements=placements, evaluations=2000)
     (savings,) = found.savings
     assert isinstance(savings, CutSavings)
     assert savings.cut.cuts != savings.balanced_cut.cuts
-    winner, other = found.choices
-    states(other.note, "rank 1", 220)
+    winner, optimal, slow = found.choices
     assert winner.searched
+    assert winner.plan.time is not None
+    states(winner.note, f"{100 * (winner.plan.time / winner.plan.bound.time - 1):.2f} %")
+    assert optimal.plan.time == optimal.plan.bound.time
+    assert optimal.note.endswith(optimal.plan.bound.reason)
+    states(optimal.note, "rank 1", "220 ms")
+    states(slow.note, f"{100 * slow.plan.least_bubble:.2f} %", f"{100 * (winner.plan.bubble or 0):.2f} %", "winner")
 
 
 def test_a_published_schedule_that_is_as_short_is_the_simple_choice() -> None:

@@ -38,6 +38,7 @@ from zerobubble.rules import recomputed
 from zerobubble.runtime.options import PipelineOptions, recompute_levels
 from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.simulation import memory_faults, metrics, peak_memory
+from zerobubble.units import show_bytes
 from zerobubble.verify import schedule_faults
 
 WORK = Workload.uniform(4, (10, 10, 8), 0.3)
@@ -521,4 +522,8 @@ def test_layers_that_fit_only_with_recomputation_are_planned_over_all_placements
     assert found.order is not None
     assert savings is not None
     assert savings.without.order is None
-    assert savings.without.reason
+    problem = savings.without.problem
+    assert problem.cut is not None
+    first = [layers[place] for _, stage in problem.placement.stages(0) for place in problem.cut.stages[stage]]
+    held, left = (sum(getattr(layer, name) for layer in first) for name in ("held_after_f", "parameters_bytes"))
+    states(savings.without.reason, "rank 0", show_bytes(held), show_bytes(memory - left))

@@ -67,7 +67,8 @@ def _unopened_without(found: Plan, contest: Contest) -> Plan:
     """The plan of a candidate without R. Where none fits, there may be too many candidates to list one."""
     for candidate in contest.candidates_with(found):
         if candidate.label(NAME) == NONE.name:
-            return unopened(candidate, contest.bound(candidate.target)).best
+            plan = unopened(candidate, contest.bound(candidate.target)).best
+            return replace(plan, reason=candidate.problem.shortage_reason)
     first = contest.entries[0]
     problem = first.candidate.problem.offering((NONE,), NONE)
     return replace(unopened(first.candidate, first.bound).best, problem=problem, reason=problem.shortage_reason)
