@@ -47,7 +47,7 @@ def test_adapters_have_the_gradients_of_one_device(
 
 
 def test_the_program_of_the_page_trains_an_adapter(tmp_path: Path) -> None:
-    _, program = programs_of("docs/hugging-face.md")
+    (program,) = programs_of("docs/qlora.md")
     done = torchrun(program, tmp_path, 2)
     assert done.returncode == 0, done.stderr[-5000:]
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", done.stdout)]

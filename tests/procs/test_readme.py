@@ -88,7 +88,7 @@ def test_the_front_page_trains_an_unsplit_model(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_page_on_hugging_face_plans_trains_resumes_and_generates(tmp_path: Path) -> None:
-    program, _ = programs_of("docs/hugging-face.md")
+    (program,) = programs_of("docs/hugging-face.md")
     printed = run_forked(program, tmp_path, 2)
     (plan,) = re.findall(r"<Plan .*>", printed)
     assert "vee" in plan
