@@ -128,7 +128,7 @@ def main() -> None:
     text = "\n\n".join(["\n".join([HEADER, *rows]), WORDS, printed(shown)])
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after.split(END)[1]}", encoding="utf-8")
     page, readme = PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
-    figures = re.compile(r"Simulated with the times of.*?takes less than [\d,]+ ms\.", re.DOTALL)
+    figures = re.compile(r"Simulated with the times of.*?has a period below [\d,]+ ms\.", re.DOTALL)
     README.write_text(figures.sub(summary(page), readme), encoding="utf-8")
 
 

@@ -49,9 +49,16 @@ def test_the_planner_page_has_the_figures_of_the_committed_benchmark() -> None:
         assert message.endswith(f"| {planner.cells(profiles[model.name])} |")
 
 
-def test_links_lead_to_files() -> None:
-    links = re.findall(r"\]\(([^)#]+)", README)
-    assert [link for link in links if not (ROOT / link).is_file()] == []
+def test_links_lead_to_sections() -> None:
+    links = re.findall(r"\]\(([^)#]+)#?([^)]*)\)", README)
+    assert [file for file, _ in links if not (ROOT / file).is_file()] == []
+    assert [(file, anchor) for file, anchor in links if anchor and anchor not in anchors(ROOT / file)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_extras_are_installed_in_one_spelling() -> None:
