@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from click.testing import CliRunner
@@ -18,8 +19,15 @@ from zerobubble.cli import main
 PAGE = (ROOT / "docs/measure.md").read_text(encoding="utf-8")
 
 
+def test_the_lines_for_a_script_of_one_s_own_explain_each_rank(tmp_path: Path) -> None:
+    lines, program = programs_of("docs/measure.md")
+    before, _ = program.split("    costs = pipe.profile")
+    printed = run_forked(f"{before}    y = x\n{indent(lines, '    ')}dist.destroy_process_group()\n", tmp_path, 2)
+    assert re.findall(r"^rank (\d): idle for ", printed, re.MULTILINE) == ["0", "1"]
+
+
 def test_the_page_s_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (program,) = programs_of("docs/measure.md")
+    _, program = programs_of("docs/measure.md")
     printed = run_forked(program, tmp_path, 2)
     monkeypatch.chdir(tmp_path)
     costs, run = (json.loads(Path(f"{name}.json").read_text()) for name in ("costs", "run"))
