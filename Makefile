@@ -91,6 +91,9 @@ gallery: $(READY) ## draw every schedule again: docs/gallery, the pictures of RE
 	$(RUN)/python -m docs.gallery.generate
 	$(RUN)/python -m docs.api
 
+screenshots: $(READY) ## take the screenshots of pages in docs again, with Chromium
+	$(RUN)/python -m docs.screenshots
+
 playground: $(READY) ## write docs/playground/index.html: schedules to play with in a browser, opened from the file
 	$(RUN)/python -m zerobubble.explorer.playground docs/playground/index.html
 

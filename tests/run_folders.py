@@ -33,12 +33,12 @@ class Recorded:
         with (self.folder / log_name(rank)).open("a") as file:
             file.write(to_line(line))
 
-    def step(self, number: int, loss: float = 1.0, at: float | None = None) -> None:
+    def step(self, number: int, loss: float = 1.0, at: float | None = None, seconds: float = 0.2, bubble: float = 0.25) -> None:
         """Record a step on both ranks."""
         for rank in range(2):
             slow = self.slow if rank else 1.0
             passes = {f"{rank}{kind}": slow * ms / 1000 for kind, ms in (("F", 10), ("B", 10), ("W", 8))}
-            report = StepReport(number, 0.2, 0.25, loss, None, {}, passes, {1 - rank: 0.01 * (rank + 1)}, 4 * (rank + 1))
+            report = StepReport(number, seconds, bubble, loss, None, {}, passes, {1 - rank: 0.01 * (rank + 1)}, 4 * (rank + 1))
             self.write(rank, {"at": time.time() if at is None else at, **report.to_dict()})
 
     def details(self, number: int, timeline: Timeline | None = None, slot: int = 0, ranks: tuple[int, ...] = (0, 1)) -> None:

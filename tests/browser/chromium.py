@@ -146,8 +146,9 @@ class Browser:
         self.send("Emulation.setEmulatedVisionDeficiency", type="achromatopsia" if gray else "none")
 
     def screenshot(self, file: Path, whole: bool = False) -> None:
-        """What the window shows, or the whole page, as PNG."""
-        file.write_bytes(b64decode(self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]))
+        """What the window shows, or the whole page, in the format of the file's name: PNG or WebP."""
+        taken = self.send("Page.captureScreenshot", format=file.suffix.removeprefix("."), captureBeyondViewport=whole)
+        file.write_bytes(b64decode(taken["data"]))
 
 
 @contextmanager

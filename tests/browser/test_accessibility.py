@@ -13,7 +13,7 @@ import pytest
 from tests.browser.accessibility import contrast_faults, cut, mouse_only, out_of_reach, unnamed, wordless
 from tests.browser.chromium import Browser
 from tests.browser.explorer import Server
-from tests.browser.test_watch import watching
+from tests.browser.watching import watching
 from tests.pure.test_cli import run
 from tests.run_folders import Recorded
 from zerobubble import Costs, make, simulate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from threading import Event, Thread
 from types import ModuleType
 from typing import Any
@@ -272,8 +274,10 @@ def test_steps_that_come_while_others_are_written_are_kept_before_it_is_closed()
 
 @pytest.mark.long
 def test_the_page_on_watching_records_a_run(tmp_path: Path) -> None:
-    (program,) = programs_of("docs/watch.md")
-    run_forked(program, tmp_path, 2)
+    """With the lines of the page for a script of one's own in place of the program's."""
+    lines, program = programs_of("docs/watch.md")
+    before, after = re.split(r"    costs = .*\n    pipe\.attach\(.*\n", program)
+    run_forked(f"{before}    y = torch.sin(x)\n{indent(lines, '    ')}{after}", tmp_path, 2)
     state = figures(Run(str(tmp_path / "runs/first")))
     assert state["status"]["state"] == "ended"
     assert state["planned"] is not None
