@@ -38,7 +38,7 @@ def test_a_slow_stage_is_reported_as_imbalance() -> None:
 
 def test_the_shares_are_those_of_the_simulator() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| (.*%) \|$", PAGE, re.MULTILINE)
-    (counts,) = re.findall(r"^\| schedule \| (.*) \|$", PAGE, re.MULTILINE)
+    (counts,) = re.findall(r"^\| schedule, microbatches \| (.*) \|$", PAGE, re.MULTILINE)
     assert len(rows) == 3
     for name, shares in rows:
         assert [share(name, int(count)) for count in counts.split(" | ")] == shares.split(" | ")
