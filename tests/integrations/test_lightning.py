@@ -469,6 +469,22 @@ def test_a_teacher_that_is_called_first_is_not_the_network(network: str | None, 
     assert trainer.global_step == (2 if network else 0)
 
 
+@pytest.mark.refuses("manual_backward for some microbatches")
+def test_manual_backward_for_some_microbatches_is_an_error(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {"devices": 1, "max_steps": 3, "default_root_dir": tmp_path, **quiet}
+    module = Faulty(by_hand)
+    module.automatic_optimization = False
+    with raises(InputError, "manual_backward", got=2):
+        lightning.Trainer(accelerator="cpu", strategy=PipelineStrategy("1f1b", 2), **given).fit(module, data())
+
+
+def by_hand(self: Any, x: Tensor) -> None:
+    loss = self.model(x).square().mean()
+    if len(x) == 8:
+        self.manual_backward(loss)
+
+
 class Rows(nn.Module):
     """Returns rows of another form than one for each sample: steps of time in the first dimension, or several rows for each sample."""
 

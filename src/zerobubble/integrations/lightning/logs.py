@@ -56,7 +56,7 @@ class Parts(NamedTuple):
     """
 
     logs: Sequence[Sequence[Entry]]
-    sizes: Sequence[float]
+    sizes: Sequence[int]
     weights: Sequence[float]
     losses: Sequence[float]
     is_sum: bool

@@ -13,6 +13,7 @@ effects. If it returns None after the call, the gradients of the step are droppe
 
 With manual optimization, `training_step` also steps the optimizer, so it cannot run once for each microbatch. It runs once on every rank,
 and its call of the network trains the whole pipeline. The losses of microbatches come from further runs, which end at `manual_backward`.
+If the run for the batch does not call it, the gradients are dropped.
 
 Lightning clears gradients after `training_step`. Those of the pipeline are therefore set aside, and `backward` restores them.
 """
@@ -101,6 +102,7 @@ class StepRunner:
         self._outputs: list[Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self._states_after_call: RandomStates | None = None
+        self._num_without_loss = 0
         self.pipe: zb.Pipeline | None = None
 
     # Training
@@ -156,8 +158,8 @@ class StepRunner:
             found = None
             if self._is_last:
                 marked = self._whole.numbers.marked(outputs, self._parts(step))
-                found = joined_in_views(marked, step.sizes, views), parts
-            output, parts = self._from_last_stage(found)
+                found = joined_in_views(marked, step.sizes, views), parts, len(step.without_loss)
+            output, parts, self._num_without_loss = self._from_last_stage(found)
             step.draws.parts = parts or step.draws.parts
             self._states_after_call = RandomStates.now(self._device)
             self._seed_rest(step, 0)
@@ -167,7 +169,10 @@ class StepRunner:
             step.states.set()
         draws = step.draws.joined()
         with replaced(self.network, forward=forward), draws:
-            return self._module.training_step(batch, *rest)
+            returned = self._module.training_step(batch, *rest)
+        self._gradients = None  # those of a batch for which it does not call manual_backward
+        self._restore_states()
+        return returned
 
     def put_gradients(self) -> None:
         """Adds the gradients of the last training step to those of this rank's parameters."""
@@ -176,13 +181,24 @@ class StepRunner:
                 "manual_backward has no gradients of a pipeline to put back",
                 remedy="let training_step call the network, then manual_backward, once each",
             )
+        if self._num_without_loss:
+            raise InputError(
+                "{name} calls manual_backward for a batch, and not for {got} of its microbatches",
+                name=self._training_step,
+                got=self._num_without_loss,
+                remedy="call it for each, and let the loss of the whole batch decide whether an optimizer steps",
+            )
         for parameter, gradient in self._gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
             elif gradient is not None:
                 parameter.grad.add_(gradient)
         self._gradients = None
-        if self._states_after_call is not None:  # the losses of microbatches end here, with the numbers that they draw
+        self._restore_states()
+
+    def _restore_states(self) -> None:
+        """Sets the random states after the call of the network: the losses of microbatches end here, with the numbers that they draw."""
+        if self._states_after_call is not None:
             self._states_after_call.set()
             self._states_after_call = None
 
@@ -266,7 +282,7 @@ class StepRunner:
             step.states_after.set()  # only this rank has run the rest of `training_step`
         if is_due:
             self._whole.numbers.learn(pipe, arguments, step.arguments, outputs, lambda: self._parts(step))
-        if step.without_loss:
+        if step.without_loss and self._module.automatic_optimization:
             metrics.undo()  # the run for the whole batch says which ones are updated
             step.fault = self._fault(step, outputs)
         if is_due:

@@ -89,6 +89,8 @@ class WholeBatch:
         whole = self._run(network, step, outputs, called)
         if whole.changed:
             return Fault(whole.changed[0], kind="state")
+        if not self.module.automatic_optimization and (whole.loss is None or step.without_loss):
+            return None  # the run that follows on all ranks decides
         if whole.loss is None or step.without_loss:
             step.skipped = whole.entries
             is_whole_only, is_part_only = not step.without_loss, whole.loss is not None
@@ -185,13 +187,7 @@ def loss_of(module: pl.LightningModule, batch: Any, rest: tuple[Any, ...]) -> tu
         returned = module.training_step(with_new_containers(batch), *rest)
     except BackwardCalledError as error:
         return error.loss, {}
-    if not module.automatic_optimization:
-        raise InputError(
-            "{name} does not call self.manual_backward(loss), once, after it has called the network",
-            name=name,
-            remedy="call it; to skip a batch, return before the call of the network, or step no optimizer after manual_backward",
-        )
-    if returned is None:
+    if returned is None or not module.automatic_optimization:
         return None, {}
     extras = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
     loss = extras.pop("loss", None)
