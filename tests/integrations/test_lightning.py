@@ -20,6 +20,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zerobubble as zb
@@ -467,6 +468,58 @@ def test_a_teacher_that_is_called_first_is_not_the_network(network: str | None, 
     with refused:
         trainer.fit(Distilled(frozen=frozen), data(), data() if validates else None)
     assert trainer.global_step == (2 if network else 0)
+
+
+class Remembering(Classifier):
+    """Counts the outputs of the network that are alive in each call."""
+
+    seen: ClassVar[list[StorageWeakRef]] = []
+    alive: ClassVar[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.model(batch[0])
+        self.seen.append(StorageWeakRef(output.untyped_storage()))
+        self.alive.append(sum(not storage.expired() for storage in self.seen))
+        return output.square().mean()
+
+
+def test_outputs_are_kept_in_compared_steps_only(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {"devices": 1, "max_steps": 3, "default_root_dir": tmp_path, **quiet}
+    module = Remembering()
+    module.seen.clear(), module.alive.clear()
+    lightning.Trainer(accelerator="cpu", strategy=PipelineStrategy("1f1b", 8), **given).fit(module, data())
+    assert max(module.alive[:9]) >= 8  # step 1, with one call for the whole batch
+    assert len(module.alive) == 9 + 9 + 8
+    assert max(module.alive[-8:]) <= 2
+
+
+def test_a_batch_that_is_skipped_in_a_step_that_is_not_compared_runs_again(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    found = []
+    for strategy in ({"strategy": PipelineStrategy("1f1b", 2)}, {}):
+        lightning.seed_everything(0, verbose=False)
+        module, given = SkipsThird(), {"devices": 1, "max_epochs": 6, "default_root_dir": tmp_path, **quiet, **strategy}
+        lightning.Trainer(accelerator="cpu", precision="64-true", **given).fit(module, data())
+        found.append([module.losses, module.state_dict()])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert len(found[0][0]) == 4
+
+
+class SkipsThird(Classifier):
+    """Skips batches 3 and 5 after the call, for a NaN of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        rows = self.model(batch[0]).square().mean(1)
+        rows = torch.where((batch[0][:, 0] > 1) & (self.current_epoch in (2, 4)), math.nan, rows)
+        return loss if (loss := rows.mean()).isfinite() else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses += [outputs["loss"]] if outputs else []
 
 
 @pytest.mark.refuses("manual_backward for some microbatches")

@@ -42,6 +42,8 @@ class MetricState(NamedTuple):
 
 Found = tuple[list[Entry], Any]
 """What a step logs, and what `training_step` returns besides the loss: None for a batch that it skips, a `Fault` for an error."""
+REPEATED = "repeated"
+"""What is found in a step that is repeated for its outputs."""
 
 
 class Parts(NamedTuple):

@@ -40,7 +40,7 @@ from zerobubble.integrations.lightning.comparison import Fault, are_near_inputs
 from zerobubble.integrations.lightning.draws import Draw, Drawing
 from zerobubble.integrations.lightning.extras import joined
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated, nothing
-from zerobubble.integrations.lightning.logs import Found, Parts, StepMessages, counts_of, entries_of
+from zerobubble.integrations.lightning.logs import REPEATED, Entry, Found, Parts, StepMessages, counts_of, entries_of
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.step import Step
@@ -102,6 +102,7 @@ class StepRunner:
         self._outputs: list[Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self._states_after_call: RandomStates | None = None
+        self._keeps_outputs = False
         self._num_without_loss = 0
         self.pipe: zb.Pipeline | None = None
 
@@ -119,19 +120,37 @@ class StepRunner:
         step = self._begun(batch, rest, share)
         if step is None:
             return self._skipped(batch, rest)
-        loss = self._trained(step, self._arguments_of_all(step), clears=clears)
-        entries, extras = self._messages.shared(self._found(step) if self._is_last else None, self._last_rank)
-        if isinstance(extras, Fault):
-            raise extras.error(self._training_step)
+        arguments = self._arguments_of_all(step)
+        loss, entries, extras = self._shared(step, arguments, clears=clears)
+        while self._is_repeated(extras):
+            step.is_repeated = self._keeps_outputs = True
+            loss, entries, extras = self._shared(step, arguments, clears=clears)
         for entry in entries:
             if entry.name:
                 self._module.log(entry.name, entry.value, **entry.options)
-        if self._mesh["dp"].size() > 1:
-            self._all_skip(extras is None)
         if extras is None:
             return None
         loss = loss.detach().to(self._device) / share
         return {"loss": loss, **extras} if extras else loss
+
+    def _shared(self, step: Step, arguments: list[Arguments], *, clears: bool) -> tuple[Tensor, list[Entry], Any]:
+        """Runs the passes of a step, and returns its loss, and on every rank what the rank of the last stage has found."""
+        loss = self._trained(step, arguments, clears=clears)
+        entries, extras = self._messages.shared(self._found(step) if self._is_last else None, self._last_rank)
+        if isinstance(extras, Fault):
+            raise extras.error(self._training_step)
+        return loss, entries, extras
+
+    def _is_repeated(self, extras: Any) -> bool:
+        """Returns whether all ranks repeat the passes of a step. Raises `InputError` on every rank if only some replicas skip the batch."""
+        if self._mesh["dp"].size() == 1:
+            return extras == REPEATED
+        if not self._ranks_where(extras in (None, REPEATED)):
+            return False
+        if self._ranks_where(extras == REPEATED):
+            return True
+        self._all_skip(extras is None)
+        return False
 
     def train_by_hand(self, batch: Any, rest: tuple[Any, ...]) -> Any:
         """Runs `training_step` with manual optimization on every rank. Its call of the model runs a step of the pipeline."""
@@ -263,17 +282,23 @@ class StepRunner:
         return Step(with_new_containers(batch), microbatches, sizes, rest, share, counts_of(self._module))
 
     def _trained(self, step: Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
-        """Runs the passes of a step, puts the gradients aside, and returns the loss."""
+        """Runs the passes of a step, puts the gradients aside, and returns the loss.
+
+        Keeps the outputs of all microbatches where they are compared with one call, for manual optimization, and once `training_step` has
+        returned None after the call. A step in which it does so for the first time is repeated for its outputs.
+        """
         pipe = self._pipeline(arguments[0])
         if self._module.automatic_optimization:  # otherwise, the rest of training_step runs on every rank
             pipe._steps.cut_model.release()
         parameters = self._parameters
-        is_due = self._whole.is_due()
+        is_due = not step.is_repeated and self._whole.is_due()
+        keeps = is_due or self._keeps_outputs or outputs is not None
         outputs = outputs or [None] * len(arguments)
+        step.without_loss.clear()
         before = [None if clears else parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self._step, self._outputs, self._given = step, outputs, arguments
+        self._step, self._outputs, self._given = step, outputs if keeps else None, arguments
         targets = [torch.tensor([index], device="cpu") for index in range(len(arguments))]  # by which `_loss` finds its microbatch
         metrics = MetricCopies(self._module)
         self._whole.numbers.begin()
@@ -282,9 +307,10 @@ class StepRunner:
             step.states_after.set()  # only this rank has run the rest of `training_step`
         if is_due:
             self._whole.numbers.learn(pipe, arguments, step.arguments, outputs, lambda: self._parts(step))
+        step.lacks_outputs = bool(step.without_loss) and not keeps
         if step.without_loss and self._module.automatic_optimization:
             metrics.undo()  # the run for the whole batch says which ones are updated
-            step.fault = self._fault(step, outputs)
+            step.fault = self._fault(step, outputs) if keeps else None
         if is_due:
             self._compare(step, outputs)
         self._step, self._outputs, self._given, self._is_first = None, None, [], False
@@ -322,7 +348,9 @@ class StepRunner:
         return Parts(step.logs, step.sizes, weights, losses, self._is_sum)
 
     def _found(self, step: Step) -> Found:
-        """Returns what the step logs, and what `training_step` returns in addition to the loss; None for a batch that it skips."""
+        """Returns what the step logs, and what `training_step` returns in addition to the loss, as `Found`."""
+        if step.lacks_outputs:
+            return [], REPEATED
         if step.fault is not None or step.skipped is not None:
             return step.skipped or [], step.fault
         parts = self._parts(step)

@@ -33,6 +33,8 @@ class Step:
         states_after: The random states after all captures.
         without_loss: The microbatches, of weights other than 0, for which `training_step` returns None.
         skipped: What `training_step` logs for the whole batch, if it returns None for it; None if it returns a loss.
+        is_repeated: Whether the passes run a second time.
+        lacks_outputs: Whether `training_step` returns None for a microbatch, and the outputs of the step are not kept.
         fault: What differs from one call of `training_step` for the batch, if it returns None for a microbatch.
     """
 
@@ -51,6 +53,8 @@ class Step:
     states_after: RandomStates | None = None
     without_loss: list[int] = field(default_factory=list)
     skipped: list[Entry] | None = None
+    is_repeated: bool = False
+    lacks_outputs: bool = False
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
