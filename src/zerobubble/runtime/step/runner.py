@@ -30,7 +30,7 @@ from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, ProgramCache, ReadyProgram, compiled_for
 from zerobubble.runtime.failure.context import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
-from zerobubble.runtime.mailbox.handshake import Stepped
+from zerobubble.runtime.mailbox.handshake import MicrobatchCosts, StepMessages, Stepped
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
@@ -39,7 +39,7 @@ from zerobubble.runtime.stage.hook_reads import hook_fault
 from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
-from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, sample_slices, split_batch
+from zerobubble.runtime.step.batch import StepInputs
 from zerobubble.runtime.step.captured_step import WITHOUT_STEP, CapturedStep
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
@@ -48,11 +48,12 @@ from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.loss_faults import why_nothing_trains
 from zerobubble.runtime.step.loss_report import SetState
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts, forecast_memory
-from zerobubble.runtime.step.named_arguments import known_names, positional_names, refuse_other_kwargs, split_kwargs
+from zerobubble.runtime.step.named_arguments import known_names
 from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.step.rank_inputs import RankInputs
 from zerobubble.runtime.step.refusals import CallRefusals
-from zerobubble.runtime.step.sequence import cut_arguments, cut_sequences, join_sequences
+from zerobubble.runtime.step.sequence import join_sequences
 from zerobubble.runtime.step.stage_rng import TRAINS, StageRng
 from zerobubble.runtime.step.state_changes import hook_states, load_hook_states
 from zerobubble.runtime.transport.peers import Peers
@@ -397,54 +398,56 @@ class StepRunner:
         where its graph reads them.
         """
         executor.recording = self.recording
-        slices = executor.program.slices
-        count = executor.program.num_microbatches // slices
-        entries, exits = executor.ends
-        is_first, is_last = self.rank in entries, self.rank in exits
-        gradients = self._input_gradients
-        gradients.begin(len(executor.program.placement.routes))
-        has_targets = is_last and given.targets is not None
-        cut_kwargs = partial(split_kwargs, given.kwargs, self.modules, count, gradients=gradients, batch_dims=given.batch_dims)
+        self._input_gradients.begin(len(executor.program.placement.routes))
+        mine = RankInputs(given, executor, self.rank, self.modules, self._input_gradients, captured)
         self._refusals.of_unknown_dims(given.batch_dims, partial(known_names, given, self.modules))
         with self._refusals.of_batch(executor, outputs):
-            if not self._stages.compares_parameters:
-                self._stages.refuse_replaced()
-            self._stages.refuse_hooks()
-            given.refuse_missing(self.peers.members[self.rank], is_first=is_first, needs_targets=is_last and outputs is None)
-            refuse_other_kwargs(given.kwargs)
-            cut = partial(split_batch, num_microbatches=count, gradients=gradients, batch_dims=given.batch_dims)
-            batch = cut(given.inputs, what="inputs", names=positional_names(self.modules, given.batch_dims)) if is_first else NO_BATCH
-            targets = cut(given.targets, what="targets") if has_targets else NO_BATCH
-            named = cut_arguments(cut_kwargs(batch.batch_size), slices, batch, self.modules) if is_first else {}
-            batch, targets = cut_sequences(batch, slices, "inputs"), cut_sequences(targets, slices, "targets")
-            if captured is not None:
-                batch, targets = _in_place(captured, "inputs", batch), _in_place(captured, "targets", targets)
-            costs = None if ordering is None else ordering.costs_of(self.programs.now.schedule, batch.microbatches)
-            inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
-            if is_first:
-                self._stages.refuse_calls(inputs, named)
+            self._refuse_changes()
+            given.refuse_missing(self.peers.members[self.rank], is_first=mine.is_first, needs_targets=mine.is_last and outputs is None)
+            mine.cut()
+            costs = None if ordering is None else ordering.costs_of(self.programs.now.schedule, mine.batch.microbatches)
+            if mine.is_first:
+                self._stages.refuse_calls(mine.arguments, mine.named)
         with self._refusals.of_others(executor, outputs):
-            form = (*executor.trained, self._stages.num_changes)
-            stepped = self._stepped() if outputs is None else Stepped.UNKNOWN
-            pairs_ranks = outputs is None and self._num_steps == 0 and is_first != is_last
-            data = given.digest() if pairs_ranks else 0  # in the first step only, because it reads from the device
-            opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, form, costs, stepped, data)
-        known, announced, size, order, passes = opened
-        refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
-        refuse_other_size("targets", targets.batch_size, size)
-        named = named if is_first else cut_arguments(cut_kwargs(size), slices, NO_BATCH, self.modules)
-        if captured is not None:
-            named = captured.inputs("kwargs", named)
+            opened = self._shake_hands(executor, given, mine, costs, trains=outputs is None)
+        mine.know_size(opened.batch_size, self.peers.members[self.rank])
         # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.
-        self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
+        self._losses.open(executor.ends[1], mine.targets.microbatches or None, mine.targets.sizes, outputs)
+        return self._batch(executor, given, mine, opened, evaluation), opened.passes
+
+    def _refuse_changes(self) -> None:
+        """Raises `InputError` for changes of this rank's stages that a step would miss."""
+        if not self._stages.compares_parameters:
+            self._stages.refuse_replaced()
+        self._stages.refuse_hooks()
+
+    def _shake_hands(
+        self, executor: Executor, given: StepInputs, mine: RankInputs, costs: MicrobatchCosts | None, *, trains: bool
+    ) -> StepMessages:
+        """Opens the step with the other ranks, and returns what they agree on."""
+        form = (*executor.trained, self._stages.num_changes)
+        stepped = self._stepped() if trains else Stepped.UNKNOWN
+        pairs_ranks = trains and self._num_steps == 0 and mine.is_first != mine.is_last
+        data = given.digest() if pairs_ranks else 0  # in the first step only, because it reads from the device
+        return executor.handshake.open(self.guard.num_calls, mine.arguments, mine.batch.batch_size, form, costs, stepped, data)
+
+    def _batch(self, executor: Executor, given: StepInputs, mine: RankInputs, opened: StepMessages, evaluation: int) -> Batch:
+        """Returns the inputs of the executor for a step that is open on all ranks."""
         seed = partial(self.scaling.seed, given.scaler)
         if self._parted is not None:
             self._parted.begin(seed)
-        finish = self._losses.finish if self._parted is None else self._losses.store_output
-        seed_pass = self.rng.seed_pass_of(self._num_steps, count * slices, evaluation)
-        gradient_of = partial(self._losses.gradient_of, seed)
-        sizes = [rows.stop - rows.start for rows in sample_slices(size, count)] if size else targets.sizes or batch.sizes
-        return Batch(inputs, finish, gradient_of, known, announced, named, order, seed_pass, self._parted, sizes), passes
+        return Batch(
+            mine.arguments,
+            self._losses.finish if self._parted is None else self._losses.store_output,
+            partial(self._losses.gradient_of, seed),
+            opened.known,
+            opened.announced,
+            mine.named,
+            opened.order,
+            self.rng.seed_pass_of(self._num_steps, executor.program.num_microbatches, evaluation),
+            self._parted,
+            mine.sizes(opened.batch_size),
+        )
 
     def _stepped(self) -> Stepped:
         """Returns whether an optimizer of this rank has stepped since the last training step, if any ever has."""
@@ -575,7 +578,3 @@ class StepRunner:
             if self._ordering is not None:
                 rest.callback(self._ordering.wait)
             self.programs.close()
-
-
-def _in_place(captured: CapturedStep, what: str, batch: SplitBatch) -> SplitBatch:
-    return batch._replace(microbatches=captured.inputs(what, batch.microbatches))

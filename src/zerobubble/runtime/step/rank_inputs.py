@@ -1,0 +1,90 @@
+"""Cuts the inputs, targets and named arguments that a rank is given for a step into the microbatches and slices of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from zerobubble.runtime.executor.executor import Executor
+from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, sample_slices, split_batch
+from zerobubble.runtime.step.captured_step import CapturedStep
+from zerobubble.runtime.step.input_gradients import InputGradients
+from zerobubble.runtime.step.named_arguments import NamedArguments, positional_names, refuse_other_kwargs, split_kwargs
+from zerobubble.runtime.step.sequence import cut_arguments, cut_sequences
+from zerobubble.runtime.values.payload import Tensors
+
+
+class RankInputs:
+    """What rank `rank` of a pipeline, with the stages `modules`, is `given` for a step of `executor`.
+
+    The inputs of a `captured` step are where its graph reads them. `gradients` collects those of inputs.
+
+    Attributes:
+        is_first: Whether microbatches begin on this rank.
+        is_last: Whether microbatches end on this rank.
+        batch: The inputs, `NO_BATCH` on other ranks than the first.
+        targets: The targets, `NO_BATCH` on other ranks than the last.
+        arguments: The arguments of the first stage for each microbatch.
+        named: By stage of this rank, the named arguments of each microbatch; on other ranks than the first, empty until `know_size`.
+    """
+
+    def __init__(
+        self,
+        given: StepInputs,
+        executor: Executor,
+        rank: int,
+        modules: Mapping[int, nn.Module],
+        gradients: InputGradients,
+        captured: CapturedStep | None,
+    ) -> None:
+        entries, exits = executor.ends
+        self.is_first, self.is_last = rank in entries, rank in exits
+        self._given = given
+        self._modules = modules
+        self._slices = executor.program.slices
+        self._count = executor.program.num_microbatches // self._slices
+        self._gradients = gradients
+        self._captured = captured
+        self.batch = self.targets = NO_BATCH
+        self.arguments: list[Tensors] = []
+        self.named: NamedArguments = {}
+
+    def cut(self) -> None:
+        """Cuts all that this rank can cut by itself. Raises `InputError` for what cannot be cut."""
+        refuse_other_kwargs(self._given.kwargs)
+        names = positional_names(self._modules, self._given.batch_dims)
+        inputs = self._split(self._given.inputs, "inputs", names) if self.is_first else NO_BATCH
+        targets = self._split(self._given.targets, "targets") if self.is_last and self._given.targets is not None else NO_BATCH
+        if self.is_first:
+            self.named = self._named(inputs.batch_size, inputs)
+        self.batch, self.targets = self._placed("inputs", inputs), self._placed("targets", targets)
+        self.arguments = [as_arguments(microbatch) for microbatch in self.batch.microbatches]
+
+    def know_size(self, size: int, of_rank: int) -> None:
+        """Cuts the rest, now that the batch of the first rank, `of_rank`, is known to have this `size`; raises `InputError` for another."""
+        refuse_other_size(f"those of rank {of_rank}", self.batch.batch_size, size)
+        refuse_other_size("targets", self.targets.batch_size, size)
+        if not self.is_first:
+            self.named = self._named(size, NO_BATCH)
+        if self._captured is not None:
+            self.named = self._captured.inputs("kwargs", self.named)
+
+    def sizes(self, size: int) -> list[int]:
+        """Returns the number of samples of each microbatch, for a batch of this `size`, 0 if it is not known."""
+        if size:
+            return [rows.stop - rows.start for rows in sample_slices(size, self._count)]
+        return self.targets.sizes or self.batch.sizes
+
+    def _split(self, batch: Any, what: str, names: Any = ()) -> SplitBatch:
+        return split_batch(batch, self._count, what, self._gradients, self._given.batch_dims, names)
+
+    def _named(self, size: int, inputs: SplitBatch) -> NamedArguments:
+        named = split_kwargs(self._given.kwargs, self._modules, self._count, size, self._gradients, self._given.batch_dims)
+        return cut_arguments(named, self._slices, inputs, self._modules)
+
+    def _placed(self, what: str, batch: SplitBatch) -> SplitBatch:
+        """Returns the slices of a batch, where a captured step reads them."""
+        batch = cut_sequences(batch, self._slices, what)
+        return batch if self._captured is None else batch._replace(microbatches=self._captured.inputs(what, batch.microbatches))
