@@ -32,7 +32,7 @@ def rerouted(placement: Placement, replicas: Sequence[Sequence[int]], lost: Coll
     routes = _routes(placement, replicas, lost)
     distinct = tuple(dict.fromkeys(routes))
     taken = tuple(islice(cycle(map(distinct.index, routes)), num_microbatches))
-    num_ranks = len({rank for ranks in replicas for rank in ranks} - set(lost))
+    num_ranks = len(_remaining(replicas, lost))
     joined = Placement(NAME, num_ranks, distinct)
     num_originals = len(replicas) * len(placement.routes)
     rows = _ListScheduler([distinct[route] for route in taken], num_ranks, num_originals).rows()
@@ -61,19 +61,28 @@ def slowdown_of(before: Schedule, now: Schedule) -> Slowdown:
 def _routes(placement: Placement, replicas: Sequence[Sequence[int]], lost: Collection[int]) -> list[tuple[int, ...]]:
     """The routes that microbatches take in turn: those of all replicas, repeated so that the holders of a lost stage take turns."""
     originals = [tuple(ranks[rank] for rank in route) for ranks in replicas for route in placement.routes]
-    left = sorted({rank for ranks in replicas for rank in ranks} - set(lost))
-    holders = [sorted({original[stage] for original in originals} - set(lost)) for stage in range(placement.num_stages)]
+    before = [{original[stage] for original in originals} for stage in range(placement.num_stages)]
+    holders = [sorted(ranks - set(lost)) for ranks in before]
+    _refuse_without_rank(holders)
+    number = {rank: place for place, rank in enumerate(_remaining(replicas, lost))}
+    rounds = max((len(left) for left, ranks in zip(holders, before, strict=True) if len(left) < len(ranks)), default=1)
+
+    def holder(stage: int, rank: int, turn: int) -> int:
+        return number[rank if rank not in lost else holders[stage][turn % len(holders[stage])]]
+
+    return [tuple(holder(*place, turn) for place in enumerate(original)) for turn in range(rounds) for original in originals]
+
+
+def _remaining(replicas: Sequence[Sequence[int]], lost: Collection[int]) -> list[int]:
+    return sorted({rank for ranks in replicas for rank in ranks} - set(lost))
+
+
+def _refuse_without_rank(holders: Sequence[Sequence[int]]) -> None:
+    """Raises `InputError` for stages without `holders`."""
     without_rank = [stage for stage, ranks in enumerate(holders) if not ranks]
     if without_rank:
         remedy = "restart from a checkpoint, or train with more replicas"
         raise InputError("no remaining rank holds {stages}", stages=named("stage", without_rank), remedy=remedy)
-    number = {rank: place for place, rank in enumerate(left)}
-    rounds = max((len(ranks) for stage, ranks in enumerate(holders) if len(ranks) < len({route[stage] for route in originals})), default=1)
-    return [
-        tuple(number[rank if rank not in lost else holders[stage][turn % len(holders[stage])]] for stage, rank in enumerate(original))
-        for turn in range(rounds)
-        for original in originals
-    ]
 
 
 class _ListScheduler:

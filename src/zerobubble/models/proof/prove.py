@@ -382,25 +382,42 @@ def proved(
 
     `whole` creates the model with its weights, and `stages_of` the stages of such a model. Raises `InputError` if they differ.
     """
-    size = sum(parameter.numel() for parameter in model.parameters())
     is_quantized = any(map(stateful_tensors, model.modules()))
-    reason, why = f"its {size:,} parameters are too many to be copied", "no tiny model of its class runs"
+    reason = _why_not_copied(model)
+    small = None if reason else whole()
+    if small is not None:
+        reason = prove(small, stages_of, cut, arguments, in_float64=not is_quantized)
+    if not reason:
+        types = "its own types, with its quantized weights" if is_quantized else "float64"
+        return f"{_PROVED}the model has the same outputs and gradients in {types}."
+    tiny, why = _proved_when_tiny(model, stages_of, cut, arguments)
+    if tiny:
+        return tiny
+    if small is not None and not is_quantized and not prove(small, stages_of, cut, arguments, in_float64=False):
+        return f"{_PROVED}the model has the same outputs and gradients in its own types, as it does not run in float64."
+    return f"Not proved: {reason}, and {why}."
+
+
+_PROVED = "Proved: cut and uncut, "
+
+
+def _why_not_copied(model: nn.Module) -> str:
+    """Returns why the model itself cannot be proved, empty if it can."""
     if any(map(is_released, model.parameters())):
-        size, reason = MOST_PROVED + 1, "a pipeline has trained it, and other ranks have parts of its weights"
-    small = whole() if size <= MOST_PROVED else None
-    if small is not None and is_quantized and not (reason := prove(small, stages_of, cut, arguments, in_float64=False)):
-        return "Proved: cut and uncut, the model has the same outputs and gradients in its own types, with its quantized weights."
-    if small is not None and not is_quantized:
-        reason = prove(small, stages_of, cut, arguments)
-        if not reason:
-            return "Proved: cut and uncut, the model has the same outputs and gradients in float64."
+        return "a pipeline has trained it, and other ranks have parts of its weights"
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return f"its {size:,} parameters are too many to be copied" if size > MOST_PROVED else ""
+
+
+def _proved_when_tiny(
+    model: nn.Module, stages_of: Callable[[nn.Module], list[nn.Module]], cut: ModelCut, arguments: Arguments
+) -> tuple[str, str]:
+    """Compares tiny models of the same class; returns a description, empty without a proof, and then why there is none."""
     try:
         for tiny, fitting in tiny_models(model, arguments):
             if not prove(tiny, stages_of, cut, fitting):
                 kind = f"a tiny {type(tiny).__name__} of {sum(parameter.numel() for parameter in tiny.parameters()):,} parameters"
-                return f"Proved: cut and uncut, {kind} has the same outputs and gradients in float64."
+                return f"{_PROVED}{kind} has the same outputs and gradients in float64.", ""
     except NoTinyModelError as error:
-        why = str(error)
-    if small is not None and not is_quantized and not prove(small, stages_of, cut, arguments, in_float64=False):
-        return "Proved: cut and uncut, the model has the same outputs and gradients in its own types, as it does not run in float64."
-    return f"Not proved: {reason}, and {why}."
+        return "", str(error)
+    return "", "no tiny model of its class runs"

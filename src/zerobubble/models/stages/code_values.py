@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -25,23 +26,14 @@ class CodeValues:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        functions: list[FunctionType] = []
-        places: list[Place] = []
         kinds = {type(module) for module in model.modules() if not is_constant_code(type(module).__module__)}
-        for kind in kinds:
-            code = dict(_code_of(kind))
-            functions += code.values()
-            places += [class_place(base, list(code)) for base in kind.__mro__ if not is_constant_code(base.__module__)]
-            names = {name for function in code.values() for name in names_in(function.__code__)} - code.keys()
-            for base in kind.__mro__:
-                data = [name for name in names if name in vars(base) and not callable(vars(base)[name])]
-                if data and not is_constant_code(base.__module__):
-                    places.append(class_place(base, data))
-        places += _places_of_functions(functions)
+        code_of = {kind: dict(_code_of(kind)) for kind in kinds}
+        functions = [function for code in code_of.values() for function in code.values()]
         state = PythonState(*functions, left_out=[*model.modules(), *kinds])
         found = state.snapshot()
         self._names = state.names
         self._before = [(place, content) for place, content in zip(*found, strict=False) if place.path not in GENERATORS]
+        places = chain(_places_of_functions(functions), *(_places_of_class(kind, code) for kind, code in code_of.items()))
         self._before += [(place, place.read()) for place in places]
 
     def changed(self) -> list[str]:
@@ -82,6 +74,15 @@ def _code_of(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
             new = [other for other in names_in(function.__code__) if other not in seen]
             seen.update(new)
             left += new
+
+
+def _places_of_class(kind: type[nn.Module], code: Mapping[str, FunctionType]) -> Iterator[Place]:
+    """Yields the places of the methods `code` of a class, and of the data attributes that they name, in the class and its bases."""
+    names = {name for function in code.values() for name in names_in(function.__code__)} - code.keys()
+    for base in kind.__mro__:
+        if not is_constant_code(base.__module__):
+            data = [name for name in names if name in vars(base) and not callable(vars(base)[name])]
+            yield class_place(base, [*code, *data])
 
 
 def _places_of_functions(left: Iterable[FunctionType]) -> Iterator[Place]:

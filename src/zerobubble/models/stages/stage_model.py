@@ -302,11 +302,8 @@ def stage_model(
     The first stage is called like the model. It returns a dict, which becomes the named arguments of the next stage: the model's arguments,
     and the outputs of units that cross the boundary. The last stage returns the model's output.
     """
-    is_last = stage == cut.num_stages - 1
-    current, follower, of_traced = _Current(), Follower(is_alone=is_alone), Follower()
-    if traced is not None:
-        for name, module in traced.named_modules():
-            of_traced.add(name, module, _InTrace(name, module, traced, model), contents=True)
+    current, follower = _Current(), Follower(is_alone=is_alone)
+    of_trace = _Trace(traced, model, code_values)
     make_parameter = _parameter_maker(cut, stage, device)
     make_unit = _unit_maker(observed, cut, stage, current, follower, make_parameter)
     made = assemble(model, units, make_unit, make_parameter, follower)
@@ -316,6 +313,23 @@ def stage_model(
             show_on(shape_only.unit, device)
     show_all_parameters(made, model, units.around, current)
     code = _StageCode(observed, cut, stage, type(model), current)
+    changes = _ChangesOfModel(model, observed, follower, of_trace, refuse_counts, is_last=stage == cut.num_stages - 1)
+    elsewhere = SetElsewhere(model, observed, cut, stage, follower)
+
+    def model_parts(self: nn.Module) -> list[Part]:
+        """Returns the units of this stage."""
+        names = [name for name, home in cut.stage_of.items() if home == stage]
+        return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
+
+    own: dict[str, Any] = _calls_of(code) | {"model_parts": model_parts, "__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
+    own |= {"follow_model": changes.follow_model, "has_state": changes.has_state, "give_back": changes.give_back}
+    own |= {"set_elsewhere": elsewhere.attributes, "parts_elsewhere": elsewhere.parts, "set_by_other_parts": elsewhere.of_other_units}
+    made.__class__ = with_own(type(model), own)
+    return made
+
+
+def _calls_of(code: _StageCode) -> dict[str, Callable[..., Any]]:
+    """Returns the methods of a stage that run its `code`, or look at its arguments."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return code.run(self, super(own_class(self), self).forward, args, kwargs)
@@ -331,55 +345,80 @@ def stage_model(
         """Returns the origin of each tensor that arrives with these arguments."""
         return code.origins(self, args, kwargs)
 
-    def follow_model(self: nn.Module) -> bool:
-        """Makes the changes of the model since the last call in this stage, and returns whether messages may change."""
+    return {"forward": forward, "_before_tracing": before_tracing, "refuse_call": refuse_call, "origins": origins}
+
+
+class _Trace:
+    """Refuses changes that the trace `model` of the user's model `traced` lacks; without a trace, `traced` and `code_values` are None."""
+
+    def __init__(self, traced: nn.Module | None, model: nn.Module, code_values: CodeValues | None) -> None:
+        self._follower = Follower()
+        self._code_values = code_values
+        for name, module in () if traced is None else traced.named_modules():
+            assert traced is not None
+            self._follower.add(name, module, _InTrace(name, module, traced, model), contents=True)
+
+    def follow(self) -> None:
+        """Makes changes of the mode. Raises `InputError` for all others."""
+        self._follower.follow()
+        if self._code_values is not None:
+            self._code_values.refuse_changes()
+
+
+class _ChangesOfModel:
+    """Makes changes of `model` in a stage, and gives the model what the stage has set; the methods are those of `FollowsModel`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        observed: ObservedModel,
+        follower: Follower,
+        of_trace: _Trace,
+        refuse_counts: Callable[[Sequence[str]], None] | None,
+        *,
+        is_last: bool,
+    ) -> None:
+        self._model = model
+        self._observed = observed
+        self._follower = follower
+        self._of_trace = of_trace
+        self._refuse_counts = refuse_counts
+        self._is_last = is_last
+
+    def follow_model(self) -> bool:
+        """Makes the changes of the model since the last call in the stage, and returns whether messages may change."""
         with making_tensors():
-            of_traced.follow()
-            if code_values is not None:
-                code_values.refuse_changes()
-            follower.follow()
-            return observed.follow()
+            self._of_trace.follow()
+            self._follower.follow()
+            return self._observed.follow()
 
-    def has_state(self: nn.Module) -> bool:
-        """Returns whether this is the last stage and has set what others may not; see `FollowsModel.has_state`."""
-        set_by_call = follower.set_by_call()
-        return gives(set_by_call) and bool(refuse_counts is not None or observed.late(set_by_call))
+    def has_state(self) -> bool:
+        """Returns whether this is the last stage and has set what others may not."""
+        set_by_call = self._follower.set_by_call()
+        return self._gives(set_by_call) and bool(self._refuse_counts is not None or self._observed.late(set_by_call))
 
-    def gives(set_by_call: Mapping[str, set[str]]) -> bool:
+    def _gives(self, set_by_call: Mapping[str, set[str]]) -> bool:
         """Returns whether this is the last stage, on a route of the call: an evaluation takes only one."""
-        return is_last and (refuse_counts is None or bool(set_by_call))
+        return self._is_last and (self._refuse_counts is None or bool(set_by_call))
 
-    def give_back(self: nn.Module, share: Callable[[Any], Any] | None) -> None:
-        """Gives the model what the code around its parts has set since `follow_model`; see `FollowsModel.give_back`."""
-        set_by_call = follower.set_by_call()
+    def give_back(self, share: Callable[[Any], Any] | None) -> None:
+        """Gives the model what the code around its parts has set since `follow_model`."""
+        set_by_call = self._follower.set_by_call()
         if share is None and not set_by_call:
             return
         counts: list[str] = []
-        with making_tensors(), torch.no_grad(), observed.not_changing():
-            names = observed.late(set_by_call) if share is not None and gives(set_by_call) else {}
-            before = held_in(model, names)
-            follower.give_back()
+        with making_tensors(), torch.no_grad(), self._observed.not_changing():
+            names = self._observed.late(set_by_call) if share is not None and self._gives(set_by_call) else {}
+            before = held_in(self._model, names)
+            self._follower.give_back()
             if share is not None:
-                state = late_state(held_in(model, names), before)
-                mine = (state, counts_in(model, set_by_call)) if gives(set_by_call) else None
+                state = late_state(held_in(self._model, names), before)
+                mine = (state, counts_in(self._model, set_by_call)) if self._gives(set_by_call) else None
                 late, counts = share(mine)
                 if mine is None:
-                    put_late_state(model, late)
-        if refuse_counts is not None:
-            refuse_counts(counts)
-
-    def model_parts(self: nn.Module) -> list[Part]:
-        """Returns the units of this stage."""
-        names = [name for name, home in cut.stage_of.items() if home == stage]
-        return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
-
-    own: dict[str, Any] = {"forward": forward, "_before_tracing": before_tracing, "model_parts": model_parts, "origins": origins}
-    own |= {"follow_model": follow_model, "refuse_call": refuse_call, "has_state": has_state, "give_back": give_back}
-    own |= {"__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
-    elsewhere = SetElsewhere(model, observed, cut, stage, follower)
-    own |= {"set_elsewhere": elsewhere.attributes, "parts_elsewhere": elsewhere.parts, "set_by_other_parts": elsewhere.of_other_units}
-    made.__class__ = with_own(type(model), own)
-    return made
+                    put_late_state(self._model, late)
+        if self._refuse_counts is not None:
+            self._refuse_counts(counts)
 
 
 def _unit_maker(
