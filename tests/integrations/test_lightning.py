@@ -7,12 +7,13 @@ import math
 import random
 import signal
 import time
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import lightning
 import numpy as np
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import MeanMetric
 
 import zerobubble as zb
 from tests.integrations.ranks import outcomes, run_program
@@ -281,26 +283,24 @@ def test_both_runs_of_a_training_step_draw_the_same(one_rank: lightning.Trainer)
 
 
 class LateDenoiser(Classifier):
-    """Draws noise from the second step on, and keeps the sum of each microbatch that it gives to the network."""
-
-    sums: ClassVar[list[float]] = []
+    """Draws noise from the second step on, and notes the sum of each microbatch that it gives to the network."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0]
         if self.global_step:
             x = x + torch.randn_like(x) + random.random()
         if len(x) < 8:  # a microbatch
-            self.sums.append(float(x.sum()))
+            note((float(x.sum()),))
         return self.model(x).square().mean()
 
 
 def test_a_training_step_that_begins_to_draw_later_draws_the_same_in_both_runs(one_rank: lightning.Trainer) -> None:
     """In each step, the runs of two microbatches up to the call, and then those for the losses."""
-    module = LateDenoiser()
-    one_rank.fit(module, data())
-    steps = [module.sums[start : start + 4] for start in (0, 4, 8)]
+    NOTES.clear()
+    one_rank.fit(LateDenoiser(), data())
+    steps = [NOTES[start : start + 4] for start in (0, 4, 8)]
     assert all(sums[:2] == sums[2:] for sums in steps)
-    assert len(set(module.sums)) == 6
+    assert len(set(NOTES)) == 6
 
 
 class Faulty(Classifier):
@@ -334,20 +334,21 @@ def mixed(self: Any, x: Tensor, weights: Tensor | None = None) -> Tensor:
 def late(self: Any, x: Tensor) -> Tensor:
     """Draws after the call of the network: a scalar of each generator, and a mask."""
     output = self.model(x)
-    DRAWN.append((len(x), float(torch.rand(())), random.random(), float(np.random.rand())))
+    note((len(x), float(torch.rand(())), random.random(), float(np.random.rand())))
     return nn.functional.dropout(output, 0.5).square().mean()
 
 
-DRAWN: list[tuple[float, ...]] = []
+NOTES: list[tuple[float, ...]] = []
+note = NOTES.append  # changes that the strategy does not find
 
 
 @pytest.mark.feature("random numbers after the network in training_step")
 def test_numbers_drawn_after_the_network_are_those_of_the_step(one_rank: lightning.Trainer) -> None:
     """One draw for all microbatches and the comparison in steps 1 and 2, and others in each step."""
-    DRAWN.clear()
+    NOTES.clear()
     one_rank.fit(Faulty(late), data())
-    assert [size for size, *_ in DRAWN] == [4, 4, 8, 4, 4, 8, 4, 4]
-    first, second, third = DRAWN[:3], DRAWN[3:6], DRAWN[6:]
+    assert [size for size, *_ in NOTES] == [4, 4, 8, 4, 4, 8, 4, 4]
+    first, second, third = NOTES[:3], NOTES[3:6], NOTES[6:]
     for step in (first, second, third):
         assert len({draw[1:] for draw in step}) == 1
     assert len({step[0][1:] for step in (first, second, third)}) == 3
@@ -398,6 +399,78 @@ def counted(self: Any, x: Tensor) -> Tensor:
 def test_a_number_that_is_no_mean_over_microbatches_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
     with raises(InputError, "training_step", stated):
         one_rank.fit(Faulty(step), data())
+
+
+class Meter:
+    """Counts samples in an attribute and in one of its class, and is counted in a global variable."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, count: int) -> None:
+        self.count += count
+
+
+METERS: list[int] = []
+
+
+def kept(update: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
+    """A training step that calls `update` after the network."""
+
+    def step(self: Any, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        update(self, x)
+        return loss
+
+    return step
+
+
+class Keeper(Faulty):
+    """Holds state of many kinds."""
+
+    def __init__(self, step: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(step)
+        self.meter, self.meters, self.stats = Meter(), {"x": Meter()}, SimpleNamespace(count=0)
+        self.last, self.array, self._private = deque(maxlen=3), np.zeros(3), 0
+        self.plain = {"mean": MeanMetric()}
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def count(self) -> None:
+        self._private += 1
+
+
+@pytest.mark.refuses("state of any kind that training_step changes")
+@pytest.mark.parametrize(
+    ("update", "stated"),
+    [
+        (lambda self, x: self.meter.update(len(x)), "self.meter.count"),
+        (lambda self, x: self.meters["x"].update(len(x)), "self.meters.x.count"),
+        (lambda self, x: vars(self.stats).update(count=len(x)), "self.stats.count"),
+        (lambda self, x: self.last.append(len(x)), "self.last"),
+        (lambda self, x: self.array.__iadd__(len(x)), "self.array"),
+        (lambda self, x: self.count(), "self._private"),
+        (lambda self, x: self.plain["mean"].update(x), "self.plain.mean"),
+        (lambda self, x: self.center.add_(1), "self.center"),
+        (lambda self, x: setattr(self, "center", self.center + 1), "self.center"),
+        (lambda self, x: setattr(Meter, "total", Meter.total + 1), "Meter.total"),
+        (lambda self, x: METERS.append(len(x)), f"{__name__}.METERS"),
+        (lambda self, x: self.trainer.callbacks[-1].rows.append(len(x)), "callbacks[1].rows"),
+    ],
+    ids=["meter", "dict", "namespace", "deque", "array", "private", "metric", "buffer", "assigned", "class", "global", "callback"],
+)
+def test_state_that_a_training_step_changes_is_an_error(update: Any, stated: str, one_rank: lightning.Trainer) -> None:
+    one_rank.callbacks.append(Kept())
+    with raises(InputError, "training_step", stated, "on_train_batch_end"):
+        one_rank.fit(Keeper(kept(update)), data())
+
+
+class Kept(lightning.Callback):
+    """A callback with a list."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
 
 
 def test_a_time_is_logged_as_a_mean(one_rank: lightning.Trainer) -> None:
@@ -471,27 +544,28 @@ def test_a_teacher_that_is_called_first_is_not_the_network(network: str | None, 
 
 
 class Remembering(Classifier):
-    """Counts the outputs of the network that are alive in each call."""
-
-    seen: ClassVar[list[StorageWeakRef]] = []
-    alive: ClassVar[list[int]] = []
+    """Notes how many outputs of the network are alive in each call."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         output = self.model(batch[0])
-        self.seen.append(StorageWeakRef(output.untyped_storage()))
-        self.alive.append(sum(not storage.expired() for storage in self.seen))
+        note_output(StorageWeakRef(output.untyped_storage()))
+        note((sum(not storage.expired() for storage in outputs_so_far()),))
         return output.square().mean()
+
+
+OUTPUTS: list[StorageWeakRef] = []
+note_output, outputs_so_far = OUTPUTS.append, OUTPUTS.__iter__
 
 
 def test_outputs_are_kept_in_compared_steps_only(tmp_path: Path) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     given = {"devices": 1, "max_steps": 3, "default_root_dir": tmp_path, **quiet}
-    module = Remembering()
-    module.seen.clear(), module.alive.clear()
-    lightning.Trainer(accelerator="cpu", strategy=PipelineStrategy("1f1b", 8), **given).fit(module, data())
-    assert max(module.alive[:9]) >= 8  # step 1, with one call for the whole batch
-    assert len(module.alive) == 9 + 9 + 8
-    assert max(module.alive[-8:]) <= 2
+    NOTES.clear(), OUTPUTS.clear()
+    lightning.Trainer(accelerator="cpu", strategy=PipelineStrategy("1f1b", 8), **given).fit(Remembering(), data())
+    alive = [count for (count,) in NOTES]
+    assert max(alive[:9]) >= 8  # step 1, with one call for the whole batch
+    assert len(alive) == 9 + 9 + 8
+    assert max(alive[-8:]) <= 2
 
 
 def test_a_batch_that_is_skipped_in_a_step_that_is_not_compared_runs_again(tmp_path: Path) -> None:

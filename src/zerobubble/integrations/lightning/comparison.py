@@ -39,7 +39,7 @@ class Fault(NamedTuple):
     parts: float = 0.0
     whole: float = 0.0
     is_sum: bool = False
-    kind: Literal["number", "state", "inputs", "draws", "returned", "skipped", "raised", "failed"] = "number"
+    kind: Literal["number", "state", "buffer", "inputs", "draws", "returned", "skipped", "raised", "failed"] = "number"
     draws: bool = False
 
     def error(self, name: str) -> InputError:
@@ -51,8 +51,12 @@ class Fault(NamedTuple):
         message, remedy = {
             "state": (
                 "{name} changes {what}, and a pipeline runs it several times for each batch",
-                "change it in on_train_batch_start or on_train_batch_end, whose outputs['loss'] is the loss of the batch, and put a batch "
-                "norm into the network",
+                "return what it needs beside 'loss', and change it in on_train_batch_end, whose outputs has both for the batch; assign "
+                "metrics of torchmetrics to attributes of the module",
+            ),
+            "buffer": (
+                "{name} changes the buffer {what}, and a pipeline runs it several times for each batch",
+                "put the layer that changes it, such as a batch norm, into the network, or change it in on_train_batch_end",
             ),
             "inputs": (
                 "{name} calls {what} with other inputs for the whole batch than for its microbatches",

@@ -26,7 +26,7 @@ from zerobubble.integrations.lightning.isolation import BackwardCalledError, iso
 from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, entries_of, merged
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.step import Step
-from zerobubble.integrations.lone_calls import numbers_of, unchanged
+from zerobubble.integrations.lightning.watched_state import WatchedState
 from zerobubble.integrations.loss_rules import are_near
 from zerobubble.integrations.whole_model import replaced
 from zerobubble.runtime.step.batch import join_outputs
@@ -88,7 +88,8 @@ class WholeBatch:
         outputs = [pytree.tree_map_only(Tensor, _leaf, output) for output in self.numbers.marked(outputs, parts)]
         whole = self._run(network, step, outputs, called)
         if whole.changed:
-            return Fault(whole.changed[0], kind="state")
+            buffers = {f"self.{name}" for name, _ in self.module.named_buffers()}
+            return Fault(whole.changed[0], kind="buffer" if whole.changed[0] in buffers else "state")
         if not self.module.automatic_optimization and (whole.loss is None or step.without_loss):
             return None  # the run that follows on all ranks decides
         if whole.loss is None or step.without_loss:
@@ -127,7 +128,7 @@ class WholeBatch:
         with ExitStack() as stack:
             stack.enter_context(states_restored(step.states, self.device))
             stack.enter_context(metrics_copied(self.module))
-            changed = stack.enter_context(_changes(self.module))
+            changed = stack.enter_context(WatchedState(self.module).changes())
             stack.enter_context(isolated(self.module, entries))
             stack.enter_context(replaced(network, forward=forward))
             stack.enter_context(step.draws.joined())
@@ -225,48 +226,6 @@ def metrics_copied(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         copies.undo()
-
-
-@contextmanager
-def _changes(module: pl.LightningModule) -> Iterator[list[str]]:
-    """A context that undoes changes of attributes of a module and its children. At its end, the list has the names of what changed."""
-    changed: list[str] = []
-    owners = {name: owner for name, owner in module.named_modules() if not isinstance(owner, (Metric, MetricCollection))}
-    buffers = {name: (buffer, buffer._version) for name, buffer in _buffers(module).items()}
-    with ExitStack() as stack:
-        ends: list[Callable[[], list[str]]] = []
-        for name, owner in owners.items():
-            prefix = f"self.{name}." if name else "self."
-            containers = stack.enter_context(unchanged(owner, ()))
-            ends.append(lambda prefix=prefix, names=containers: [prefix + item for item in names if not item.startswith("_")])  # type: ignore[misc]
-        before = {name: numbers_of(owner) for name, owner in owners.items()}
-        yield changed
-        for name, owner in owners.items():
-            prefix = f"self.{name}." if name else "self."
-            now = numbers_of(owner)
-            changed += [prefix + item for item in now if not item.startswith("_") and now[item] != before[name].get(item)]
-    changed += [item for end in ends for item in end()]
-    changed += [f"self.{name}" for name, buffer in _buffers(module).items() if (buffer, buffer._version) != buffers.get(name)]
-
-
-def _buffers(module: nn.Module) -> dict[str, Any]:
-    return {name: _Same(buffer) for name, buffer in module.named_buffers()}
-
-
-class _Same:
-    """A tensor that equals only itself."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    @property
-    def _version(self) -> int:
-        return self.tensor._version
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.tensor is self.tensor
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _leaf(tensor: Tensor) -> Tensor:

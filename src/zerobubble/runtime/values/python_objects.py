@@ -8,7 +8,9 @@ from types import CodeType
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
 """Packages whose code and objects are assumed constant. The thread of tqdm updates progress bars at any time, which no forward reads."""
-_OF_MODELS = _LIBRARIES | {"accelerate", "huggingface_hub", "peft", "safetensors", "timm", "torchvision", "transformers"}
+_OF_MODELS = {"huggingface_hub", "peft", "safetensors", "timm", "torchmetrics", "torchvision", "transformers"}
+_OF_TRAINING = {"accelerate", "lightning", "lightning_fabric", "lightning_utilities", "matplotlib", "mlflow", "pytorch_lightning", "wandb"}
+_OF_CONSTANT_CODE = _LIBRARIES | _OF_MODELS | _OF_TRAINING
 """Packages whose code is assumed constant. Their objects may change, such as a configuration."""
 
 
@@ -19,7 +21,7 @@ def is_of_library(name: str | None) -> bool:
 
 def is_constant_code(name: str | None) -> bool:
     """Returns whether a Python module belongs to a package whose classes, functions and global variables are assumed constant."""
-    return (name or "builtins").partition(".")[0] in _OF_MODELS
+    return (name or "builtins").partition(".")[0] in _OF_CONSTANT_CODE
 
 
 def names_in(code: CodeType) -> list[str]:

@@ -3,7 +3,7 @@
 On one device a forward runs once per microbatch. R runs it a second time, and `profile`, `zb.split` and `describe` run it in addition. What
 it changes besides parameters and buffers is found by a walk from the module through
 
-- attributes of modules and of objects of user classes, data attributes of these classes, and containers;
+- attributes of modules, namespaces and objects of user classes, data attributes of these classes, and containers;
 - closures and defaults of functions, and global variables that user code names, also of imported Python modules;
 - random generators of torch, Python and NumPy, with the global ones of Python and NumPy; arrays and tensors of up to 16 MiB; iterators.
 
@@ -52,6 +52,8 @@ _ATOMS = (int, float, complex, str, bytes, types.NoneType, Enum, torch.dtype, to
 _CODE = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: its parameters, buffers, modules and hooks, and its mode."""
+_OF_NAMESPACES = ("argparse", "collections", "types")
+"""Modules of Python whose objects hold values of the user: Namespace, UserDict, SimpleNamespace and others."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 GENERATORS = ("random", "numpy.random")
 """The paths of the global generators of Python and NumPy."""
@@ -261,7 +263,7 @@ class _Finder:
             place = array_place(path, value)
         if place is not None:
             self.places.append(place)
-        if not is_of_library(type(value).__module__):
+        if not is_of_library(type(value).__module__) or (container is None and type(value).__module__ in _OF_NAMESPACES):
             self._visit_instance(path, value)
 
     def _visit_instance(self, path: str, value: Any) -> None:

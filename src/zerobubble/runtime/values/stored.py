@@ -105,7 +105,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """Returns the `__dict__` of an object, without asking its class for attributes; None if it has none."""
     for kind in type(value).__mro__:
         descriptor = vars(kind).get("__dict__")
-        if type(descriptor) is GetSetDescriptorType:
+        if isinstance(descriptor, (GetSetDescriptorType, MemberDescriptorType)):  # the latter of SimpleNamespace
             attributes = descriptor.__get__(value)
             return attributes if isinstance(attributes, dict) else None
     return None
