@@ -432,5 +432,6 @@ def test_calls_that_the_graph_does_not_hold_for_are_refused(call: dict[str, Any]
 
 
 def test_too_few_operations_are_reported() -> None:
-    with raises(zb.InputError, "torch.export", 5, 8):
+    with raises(zb.InputError, "torch.export", 5, 8, num_stages=8) as caught:
         zb.split(Small(), example=torch.randn(2, WIDTH)).cut(8)
+    assert str(caught.value).count("fewer stages") == 1

@@ -277,6 +277,7 @@ def test_many_options_are_listed_by_section() -> None:
     of = {option: [name for name in sections if f"  {option} " in part[name]] for option in ("--budget", "--weights", "--model", "--html")}
     assert all(len(found) == 1 for found in of.values()), of
     assert len({found[0] for found in of.values()}) == 4
+    assert all(f"  {option} " in part[sections[0]] for option in ("--gpu", "--gpus", "--pipeline-only"))
 
 
 def test_an_unreadable_file_is_named_with_line_and_cell(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_layout_shows_the_layers_of_each_stage() -> None:
 
 def test_what_a_form_needs_or_cannot_hold_is_said() -> None:
     assert "--format megatron-layout needs --layers N" in refused("1f1b", "--format", "megatron-layout")
-    states(refused("zb-v", "--format", "megatron-layout", "--layers", "8"), "placement", "linear")
+    states(refused("zb-v", "--format", "megatron-layout", "--layers", "8"), "vee", "--placement linear,looped-2")
     states(refused("1f1b", "--format", "megatron-layout", "--layers", "0"), "number", "transformer", "layers", 0)
     states(refused("1f1b", "--layers", "8"), "--layers", "--format", "megatron-layout")
     for form in ("torch-csv", "torch-csv-comms", "torch-csv-fsdp"):

@@ -150,7 +150,7 @@ def test_every_text_is_read_as_megatron_does_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("placement", [Placement.vee(2), Placement.wave(2, 2), Placement.bidirectional(2), Placement.custom((1, 0))])
 def test_other_placements_cannot_be_expressed(placement: Placement) -> None:
-    with raises(InputError, placement.name, "linear", "looped"):
+    with raises(InputError, placement.name, "--placement linear,looped-2"):
         balanced_layers(placement, 8)
 
 

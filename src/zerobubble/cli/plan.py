@@ -190,12 +190,12 @@ class Answer:
 
 @click.command("plan", cls=SectionedCommand)
 @click.argument("config", required=False)
+@cluster_options
 @work_options
 @search_options
 @option_group(PlanOptions, "options", WORK)
 @gather_options
 @head_options
-@cluster_options
 @picture_options
 @click.option("--format", "form", type=click.Choice(["text", "torch-csv"]), help="Print only the winner's schedule in this form.")
 @click.option("-o", "--output", callback=output_file, metavar="FILE", help="Save the plan, for all commands and zb.io.load_plan.")
@@ -227,12 +227,12 @@ def plan_command(
 
     \b
     Examples:
+      zerobubble plan config.json --gpu H100 --gpus 8 --pipeline-only
       zerobubble plan -p 8 -m 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8 -o plan.json
       zerobubble plan -p 16 -m 64 --times 12,11,7 --memory 40GB --microbatch-bytes 4GB --html plan.html
       zerobubble plan -m 24 --costs costs.json --memory 8GB
       zerobubble plan -p 8 -m 24 --layers layers.json --gpu RTX4090
       zerobubble plan --from titan:llama3_8b --gpu H100 -p 4 -m 16 -o plan.json
-      zerobubble plan config.json --gpu RTX4090 --gpus 2 --sequence 2048
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
       zerobubble plan -p 8 -m 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
       zerobubble plan -p 4 -m 8 --times 10,10,10 --memory 2 --offload 5

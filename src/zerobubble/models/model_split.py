@@ -83,7 +83,7 @@ class ModelSplit:
         self._arguments = self._looked_at_with(example)
         self._cuts: dict[int, ModelCut] = {}
         self._opened: frozenset[str] | None = None
-        self._other_ways = ""
+        self._other_ways = self._untraced = ""
         self._has_made = False
         self._code_values: CodeValues | None = None
         """The values that the trace saw, if there is one."""
@@ -305,7 +305,7 @@ class ModelSplit:
 
     def _trace_where_needed(self, num_stages: int) -> None:
         """Traces a model without blocks and with too few parts, so that operations become parts; otherwise keeps the reason."""
-        self._other_ways = ""
+        self._other_ways = self._untraced = ""
         if self._by_hand is not None or len(self.layers(COUNTING)) >= num_stages:
             return
         if self._blocks:  # tracing many layers takes minutes, and users do not think of operations as the model's parts
@@ -318,7 +318,7 @@ class ModelSplit:
                 whole = found.with_numbers([name for name, _ in found.model.named_parameters()])
                 refuse_other_numbers(whole, found.as_it_is_cut(whole), self._arguments)
         except InputError as error:
-            self._other_ways = f"; and {error}"
+            self._untraced = f", and {error}"
             return
         self._source, self._opened = found, None
         self._layers = {}
@@ -327,14 +327,14 @@ class ModelSplit:
         self._code_values = CodeValues(found.untraced)
 
     def _inside_blocks(self) -> str:
-        """Returns the maximum number of stages with cuts inside blocks, as the end of a sentence; empty if that does not help."""
+        """Returns the maximum number of stages with cuts inside blocks, as the end of a remedy; empty if that does not help."""
         try:
             most = len(self._layers_of(self._looked_at(self._blocks), COUNTING))
         except InputError:  # not every block can be cut
             return ""
         if most <= len(self.layers(COUNTING)):
             return ""
-        return f"; cut inside its blocks, too, by inside_blocks=True (--inside-blocks in a shell), it has up to {most} stages"
+        return f", or cut inside its blocks, too, by inside_blocks=True (--inside-blocks in a shell): then it has up to {most} stages"
 
     def _prove(self, cut: ModelCut) -> str:
         opened = self._opened or ()
@@ -347,7 +347,7 @@ class ModelSplit:
     def _stages(self, num_stages: int) -> list[list[str]]:
         if self._by_hand is None:
             names = self._opened_for(
-                choose_cuts(self.layers(COUNTING), self._where(num_stages), self._other_ways + called_again(self._flow))
+                choose_cuts(self.layers(COUNTING), self._where(num_stages), self._untraced, self._other_ways + called_again(self._flow))
             )
             return stages_by_hand(names or [], self._order, frozenset())
         blocks = self._units.layers or frozenset(self._units.units)

@@ -25,7 +25,7 @@ from zerobubble.whole_files import require_suffix, require_writable, unusable
 Command = TypeVar("Command", bound=Callable[..., Any])
 Value = TypeVar("Value")
 WORK, SEARCH, LAYERS, RECOMPUTATION, SLICES, OUTPUT = "Problem", "Search", "Layers", "Recomputation", "Slices of a sequence", "Output"
-SHARDED, HEAD, CLUSTER, OFFLOAD = "Sharded weights", "Head", "A model on a cluster", "Offload"
+SHARDED, HEAD, CLUSTER, OFFLOAD = "Sharded weights", "Head", "CONFIG on GPUs", "Offload"
 """Sections of options in the help of commands."""
 
 Times = tuple[float, float, float]

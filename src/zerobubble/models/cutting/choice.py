@@ -46,24 +46,24 @@ class Where:
         return cut_layers(layers, self.placement, self.limits, held)
 
 
-def choose_cuts(layers: Sequence[Layer], where: Where, other_ways: str = "") -> list[str]:
+def choose_cuts(layers: Sequence[Layer], where: Where, reason: str = "", other_ways: str = "") -> list[str]:
     """Returns the names of the first layers of all stages after the first, for the cut with the fastest slowest rank.
 
-    If no times are known, parameters count. Raises `InputError` if there are fewer layers than stages, mentioning `other_ways` to cut, and
-    if no cut fits the memory.
+    If no times are known, parameters count. Raises `InputError` if there are fewer layers than stages, with the `reason` for few layers
+    and `other_ways` to cut, and if no cut fits the memory.
     """
     names, num_stages = [layer.full_name for layer in layers], where.placement.num_stages
     if len(names) < num_stages:
         raise InputError(
-            "a model of {size} cannot be cut into {num_stages} stages; {parts}",
+            "a model of {size} cannot be cut into {num_stages} stages; {parts}{reason}",
             size=counted(len(names), "part"),
             num_names=len(names),
             num_stages=num_stages,
             parts=f"its {'part is' if len(names) == 1 else 'parts are'} {_listed(names)}"
             if names
             else "it holds no other modules with parameters",
-            remedy=f"use fewer stages, or a model with more layers; parts that use each other's outputs, as in a loop, count "
-            f"as one{other_ways}",
+            reason=reason,
+            remedy=f"use fewer stages, or a model with more layers{other_ways}",
         )
     is_known = any(layer.time for layer in layers)
     weights = [layer.time if is_known else layer.parameters_bytes for layer in layers]

@@ -80,12 +80,15 @@ def units_in_order(flow: Dataflow) -> list[str]:
 
 
 def called_again(flow: Dataflow) -> str:
-    """Returns the unit that the model loops back to, with a remedy, as the end of a sentence; empty if there is none."""
+    """Returns the unit that the model loops back to, with a remedy, as the end of a remedy; empty if there is none."""
     counts = Counter(call.unit for call in flow.calls)
     again = [unit for group in groups_in_order(flow) if len(group) > 1 for unit in group if counts[unit] > 1]
     if not again:
         return ""
-    return f"; the model returns to {again[0]!r}: call another module there, with what the first call keeps among its arguments"
+    return (
+        f"; parts in a loop count as one, and the model returns to {again[0]!r}: call another module there, with what the first call keeps "
+        "among its arguments"
+    )
 
 
 def groups_in_order(flow: Dataflow) -> list[list[str]]:

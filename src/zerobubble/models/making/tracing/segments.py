@@ -52,12 +52,10 @@ def cut_graph(graph: Graph, parameters: Collection[Node], num_stages: int) -> tu
     starts = _starts(body, parameters, num_stages)
     if len(starts) < num_stages:
         raise InputError(
-            "torch.export finds {places} to cut in its graph, consecutive operations with parameters, but the "
-            "schedule has {num_stages} stages",
-            places=counted(len(starts), "place"),
+            "torch.export finds operations with parameters for only {stages}",
+            stages=counted(len(starts), "stage"),
             num_starts=len(starts),
             num_stages=num_stages,
-            remedy="use fewer stages, or a model with more layers",
         )
     runs = [before, *(body[first:end] for first, end in pairwise([*starts, len(body)]))]
     made = [_segment(run, parameters, place) for run in runs]
