@@ -19,7 +19,8 @@ from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
 SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "experts", "flags of one rank")
-REPLICATED = ("mean", "plain", "local counts", "logged")
+SHORT += ("a stream",)
+REPLICATED = ("mean", "plain", "local counts", "logged", "a stream")
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""
 
@@ -62,6 +63,7 @@ def assert_same(folder: Path, reference: Path, case: str, names: set[str]) -> No
 @pytest.mark.feature("predict_with_generate", "overridden methods of the trainer", "models that are plain modules", "Whisper")
 @pytest.mark.feature("flags that a callback sets on one rank", "gradients clipped by value", "an optimizer of model.parameters()")
 @pytest.mark.feature("contrastive losses with num_microbatches=1", "numbers of experts in predictions")
+@pytest.mark.feature("evaluations of datasets without length")
 @pytest.mark.parametrize("case", long_if([case for case in CASES if case not in SHORT], CASES))
 def test_losses_train_as_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same(pipelined, reference, case, {"loss", "grad_norm", "eval_loss", "ce", "calls", "total_flos"})
@@ -75,8 +77,11 @@ def test_losses_train_as_on_one_device(case: str, pipelined: Path, reference: Pa
 
 @pytest.mark.feature("losses that are means with replicas")
 def test_losses_train_in_two_replicas_as_on_one_device(reference: Path, tmp_path: Path) -> None:
-    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", "plain", "mean of full sequences", ranks=4)
+    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", "plain", "mean of full sequences", "a stream", ranks=4)
     assert_same(tmp_path, reference, "plain", {"loss", "grad_norm"})
+    streamed, expected = result(tmp_path, "a stream"), result(reference, "a stream")
+    assert streamed["shapes"] == expected["shapes"]
+    assert streamed["totals"] == pytest.approx(expected["totals"], rel=1e-9)
 
 
 @pytest.mark.refuses("losses that are neither sums nor means", "two calls of the model in compute_loss", "collectives in compute_loss")

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -129,6 +130,16 @@ def rare_class(index: int) -> dict[str, Any]:
 
 def of_class(index: int) -> dict[str, Any]:
     return {"input_ids": tokens(index)["input_ids"], "labels": index * 7 % 3}
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
 
 
 def of_two_kinds(index: int) -> dict[str, Any]:
@@ -480,6 +491,7 @@ CASES: dict[str, dict[str, Any]] = {
     "penalty": {"kind": "Penalized", "settings": {"gradient_accumulation_steps": 2}},
     "own state_dict": {"kind": "Mean", "model": model_with_own_state_dict, "settings": {"save_strategy": "steps", "save_steps": 2}},
     "optimizer of the model": {"kind": "Mean", "optimizer": torch.optim.SGD},
+    "a stream": {"kind": "Trainer", "evaluated": lambda samples: Stream(samples[:11])},
     "two views": {"kind": "Views", "model": classifier, "data": of_class},
     "two views of each sample": {"kind": "ViewsOfEach", "model": classifier, "data": of_class},
     "contrastive, one microbatch": {"kind": "Contrastive", "data": full_tokens, "microbatches": 1},
@@ -554,7 +566,8 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
             "loss_weight": case.get("loss_weight"),
         }
     data = [case.get("data", tokens)(index) for index in range(80)]
-    given = {"model": model, "args": arguments, "train_dataset": data[:64], "eval_dataset": data[64:76]}
+    given = {"model": model, "args": arguments, "train_dataset": data[:64]}
+    given["eval_dataset"] = case.get("evaluated", list)(data[64:76])
     given["callbacks"] = [kind() for kind in case.get("callbacks", [])]
     if optimizer := case.get("optimizer"):
         given["optimizers"] = optimizer(model.parameters(), lr=1e-2), None

@@ -30,6 +30,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples
 from zerobubble.integrations.hidden_methods import refuse_hidden_methods
 from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
+from zerobubble.integrations.stream_ends import count_samples, note_remainder
 from zerobubble.integrations.trainer_callbacks import SharedCallbacks
 from zerobubble.integrations.trainer_example import example_of
 from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
@@ -326,6 +327,7 @@ class PipelineMixin(_Trainer):
 
         With `predict_with_generate` of Seq2SeqTrainer, every rank generates by the whole model, and returns the tokens for logits.
         """
+        note_remainder(self.accelerator, inputs)
         if self._generates and not prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **generation)
         inputs = self._prepare_inputs(inputs)
@@ -347,6 +349,7 @@ class PipelineMixin(_Trainer):
             start = time.monotonic()
             self._wrap_model(self.model, training=False)
             self.model_preparation_time = round(time.monotonic() - start, 4)
+        count_samples(dataloader)
         self.pipeline._steps.gather(None, f"starting the {description.lower()} of Trainer")  # an error if a rank does not
         with self._gathering(everywhere=True) if self._generates else nullcontext():
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
