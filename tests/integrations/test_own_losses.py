@@ -19,7 +19,7 @@ from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
 SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "experts", "flags of one rank")
-SHORT += ("a stream",)
+SHORT += ("a stream", "logits in place")
 REPLICATED = ("mean", "plain", "local counts", "logged", "a stream")
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""
@@ -85,6 +85,7 @@ def test_losses_train_in_two_replicas_as_on_one_device(reference: Path, tmp_path
 
 
 @pytest.mark.refuses("losses that are neither sums nor means", "two calls of the model in compute_loss", "collectives in compute_loss")
+@pytest.mark.refuses("losses of other samples while gradients are recorded")
 @pytest.mark.refuses("means over drawn positions", "other loss_weight than that of the loss", "training_step with a backward of its own")
 @pytest.mark.parametrize("case", REFUSED)
 def test_losses_that_a_pipeline_cannot_compute_are_refused_on_all_ranks(case: str, pipelined: Path) -> None:

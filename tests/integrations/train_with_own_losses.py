@@ -442,6 +442,30 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
         def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
             return token_losses(logits, labels) + 0.05 * sum(parameter.square().sum() for parameter in self.model.parameters())
 
+    class Hard(Mean):
+        """Averages the half of the samples with the largest losses where it trains."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            losses = functional.cross_entropy(logits, labels, reduction="none")
+            return losses.topk((len(losses) + 1) // 2).values.mean() if self.trains(logits) else losses.mean()
+
+        def trains(self, logits: Any) -> bool:
+            return torch.is_grad_enabled()
+
+    class HardOfRecorded(Hard):
+        def trains(self, logits: Any) -> bool:
+            return logits.requires_grad
+
+    class HardInTrain(Hard):
+        def trains(self, logits: Any) -> bool:
+            return self.is_in_train and torch.is_grad_enabled()
+
+    class Cooled(Mean):
+        """Changes the logits in place where it trains."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            return token_losses(logits.div_(2) if logits.requires_grad else logits, labels)
+
     class Headed(Mean):
         """Trains a module that is not in the model."""
 
@@ -492,6 +516,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own state_dict": {"kind": "Mean", "model": model_with_own_state_dict, "settings": {"save_strategy": "steps", "save_steps": 2}},
     "optimizer of the model": {"kind": "Mean", "optimizer": torch.optim.SGD},
     "a stream": {"kind": "Trainer", "evaluated": lambda samples: Stream(samples[:11])},
+    "logits in place": {"kind": "Cooled"},
     "two views": {"kind": "Views", "model": classifier, "data": of_class},
     "two views of each sample": {"kind": "ViewsOfEach", "model": classifier, "data": of_class},
     "contrastive, one microbatch": {"kind": "Contrastive", "data": full_tokens, "microbatches": 1},
@@ -508,6 +533,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a small term in bfloat16": {"kind": "Small", "settings": {"bf16": True}},
     "a later term": {"kind": "Later", "settings": {"max_steps": -1, "num_train_epochs": 2}},
     "another mode": {"kind": "Moded"},
+    "hard examples, if gradients are recorded": {"kind": "Hard", "model": classifier, "data": of_class},
+    "hard examples, if the logits have gradients": {"kind": "HardOfRecorded", "model": classifier, "data": of_class},
+    "hard examples, in train": {"kind": "HardInTrain", "model": classifier, "data": of_class},
     "pairs": {"kind": "Pairs", "data": full_tokens},
     "two calls": {"kind": "Twice"},
     "all_reduce": {"kind": "Reduced"},

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples, samples_of
@@ -136,15 +137,20 @@ class Prober:
         """Returns the numbers of a call of `compute_loss`, and notes what a pipeline cannot run."""
         assert probe.start is not None
         device = self._trainer.args.device
-        reads = self._trainer._pipe._steps.cut_model.refusing_reads(self._refused) if probe.trains else nullcontext()
-        with states_restored(probe.start, device), unchanged(self._trainer, SKIPPED) as changed, self._models_noted(), reads:
+        with ExitStack() as stack:
+            stack.enter_context(states_restored(probe.start, device))
+            changed = stack.enter_context(unchanged(self._trainer, SKIPPED))
+            stack.enter_context(self._models_noted())
+            if probe.trains:
+                stack.enter_context(self._trainer._pipe._steps.cut_model.refusing_reads(self._refused))
+                output = stack.enter_context(_recording(output))
             called = self._calls.call(probe, index, output)
             probe.draws |= not RandomStates.now(device).is_same_as(probe.start)
         if changed := [name for name in changed if name not in self._calls.covered]:
             place = f"{self._calls.name} changes self.{changed[0]}"
             reason = "a pipeline runs it once for each microbatch, on one rank"
             probe.faults.append(f"{place}, and {reason}: change it in a callback, or log with self.log")
-        return {LOSS: float(called.loss), **called.numbers}
+        return {LOSS: float(called.loss.detach()), **called.numbers}
 
     def _from_one_output(self, probe: Probe, group: int, output: Any) -> Iterator[Comparison]:
         """Yields the comparisons of a group that take the rows of one output of the model, now and later in training."""
@@ -188,3 +194,10 @@ class Prober:
     def _raised(self, error: Exception, microbatch: Any) -> str:
         count, reason = num_samples(microbatch, self._dims), f"{type(error).__name__}: {error}"
         return f"{self._calls.name} fails for a microbatch of size {count}, and a pipeline calls it for each microbatch: {reason}"
+
+
+@contextmanager
+def _recording(output: Any) -> Iterator[Any]:
+    """A context that records gradients, as a training step does, with a copy of the output of which they are recorded."""
+    with torch.enable_grad():
+        yield pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()).clone(), output)
