@@ -19,7 +19,7 @@ from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
 SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "experts", "flags of one rank")
-SHORT += ("a stream", "logits in place")
+SHORT += ("a stream", "choices", "logits in place")
 REPLICATED = ("mean", "plain", "local counts", "logged", "a stream")
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""
@@ -63,7 +63,7 @@ def assert_same(folder: Path, reference: Path, case: str, names: set[str]) -> No
 @pytest.mark.feature("predict_with_generate", "overridden methods of the trainer", "models that are plain modules", "Whisper")
 @pytest.mark.feature("flags that a callback sets on one rank", "gradients clipped by value", "an optimizer of model.parameters()")
 @pytest.mark.feature("contrastive losses with num_microbatches=1", "numbers of experts in predictions")
-@pytest.mark.feature("evaluations of datasets without length")
+@pytest.mark.feature("evaluations of datasets without length", "multiple choice")
 @pytest.mark.parametrize("case", long_if([case for case in CASES if case not in SHORT], CASES))
 def test_losses_train_as_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same(pipelined, reference, case, {"loss", "grad_norm", "eval_loss", "ce", "calls", "total_flos"})

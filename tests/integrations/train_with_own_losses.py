@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForMultipleChoice,
     BertForQuestionAnswering,
     LlamaConfig,
     LlamaForCausalLM,
@@ -80,6 +81,11 @@ def answering_model() -> nn.Module:
     return BertForQuestionAnswering(config).double()
 
 
+def choosing_model() -> nn.Module:
+    config = BertConfig(vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES)
+    return BertForMultipleChoice(config).double()
+
+
 def speech_model() -> nn.Module:
     model = WhisperForConditionalGeneration(WhisperConfig(max_source_positions=10, max_target_positions=16, dropout=0.0, **WHISPER))
     model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
@@ -130,6 +136,12 @@ def rare_class(index: int) -> dict[str, Any]:
 
 def of_class(index: int) -> dict[str, Any]:
     return {"input_ids": tokens(index)["input_ids"], "labels": index * 7 % 3}
+
+
+def choices(index: int) -> dict[str, Any]:
+    """A question with four texts as answers."""
+    texts = torch.stack([full_tokens(4 * index + choice)["input_ids"] for choice in range(4)])
+    return {"input_ids": texts, "labels": index % 4}
 
 
 class Stream(IterableDataset[Any]):
@@ -516,6 +528,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own state_dict": {"kind": "Mean", "model": model_with_own_state_dict, "settings": {"save_strategy": "steps", "save_steps": 2}},
     "optimizer of the model": {"kind": "Mean", "optimizer": torch.optim.SGD},
     "a stream": {"kind": "Trainer", "evaluated": lambda samples: Stream(samples[:11])},
+    "choices": {"kind": "Trainer", "model": choosing_model, "data": choices},
     "logits in place": {"kind": "Cooled"},
     "two views": {"kind": "Views", "model": classifier, "data": of_class},
     "two views of each sample": {"kind": "ViewsOfEach", "model": classifier, "data": of_class},
