@@ -33,6 +33,9 @@ def adapted_model(folder: Path, **quantization: Any) -> Any:
     """Returns adapters on a quantized model, from weights that `main` has written."""
     config = BitsAndBytesConfig(**quantization)
     model = AutoModelForCausalLM.from_pretrained(folder / BASE, quantization_config=config, dtype=torch.float32, device_map="cpu")
+    for part in model.modules():
+        if hasattr(part, "support_avx512bf16_for_cpu"):  # there, weights that were evaluated once give wrong gradients, also alone
+            part.support_avx512bf16_for_cpu = False
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
