@@ -23,7 +23,7 @@ from difflib import SequenceMatcher, get_close_matches
 from string import Formatter
 from typing import Any
 
-__all__ = ["Fault", "InputError", "ParseError", "PipelineError", "ProgramError", "ScheduleError", "ZeroBubbleError"]
+__all__ = ["Fault", "InputError", "LossWarning", "ParseError", "PipelineError", "ProgramError", "ScheduleError", "ZeroBubbleError"]
 
 
 MOST_WHOLE = 2**63 - 1
@@ -88,6 +88,15 @@ def raise_faults(faults: Iterable[object]) -> None:
     """Raise `InputError` with all `faults`, if there are any that are not empty."""
     if text := "; ".join(filter(None, map(str, faults))):
         raise InputError("{faults}", faults=text)
+
+
+class LossWarning(UserWarning):
+    """The loss of a pipeline's step is not the loss of the whole batch, because `loss_fn` is not a mean over samples.
+
+    The step trains as one device that accumulates gradients over the microbatches. If that is meant:
+
+        warnings.simplefilter("ignore", zb.errors.LossWarning)
+    """
 
 
 class ParseError(InputError):

@@ -65,8 +65,8 @@ def _calling_frame() -> FrameType:
     return frame
 
 
-def warn_user(message: str) -> None:
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the user's code that the current call comes from; at the outermost line if there is none."""
     frame = _calling_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"), registry)
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"), registry)

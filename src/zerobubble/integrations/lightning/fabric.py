@@ -173,6 +173,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             example = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
             with torch.enable_grad():
                 self.pipeline = settings.pipeline_of(self._module, example, self._losses, self._losses.weight, self.mesh)
+                self.pipeline._steps.stop_comparing_losses()  # `MicrobatchLosses` do
                 self.pipeline._steps.cut_model.pipe = "strategy.pipeline"
                 self.pipeline._steps.cut_model.remedy = "call fabric.save(path, {'model': model}) on all ranks, or "
         return self.pipeline

@@ -547,6 +547,7 @@ class StepRunner:
                 torch.manual_seed(self._seed)
                 self.pipe = self._settings.pipeline_of(network, example, self._loss_function(), self._weight, self._mesh)
             network.train(was_training)
+            self.pipe._steps.stop_comparing_losses()  # `WholeBatch` does
             self.pipe._steps.cut_model.pipe = "strategy.pipeline"
             self.pipe._steps.cut_model.remedy = "call trainer.save_checkpoint on all ranks, or "
             self._parameters = list(self.pipe.parameters())

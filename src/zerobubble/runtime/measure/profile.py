@@ -95,7 +95,7 @@ def preserve_state(modules: Collection[nn.Module], loss_fn: object, device: torc
     parameters = {parameter for part in parts for parameter in part.parameters(recurse=False)}
     python = PythonState(*modules, loss_fn).snapshot()
     generators = generators_restored([device] if interface(device).has_generator else [])
-    with generators, hooks_set_aside(parameters), _gradients_restored(parameters, sums), _values_restored(parts, parameters):
+    with generators, hooks_set_aside(parameters), _gradients_restored(parameters, sums), values_restored(parts, parameters):
         try:
             yield faults
         finally:
@@ -118,7 +118,7 @@ def _gradients_restored(parameters: Collection[nn.Parameter], sums: Gradients) -
 
 
 @contextmanager
-def _values_restored(parts: Sequence[nn.Module], parameters: Collection[nn.Parameter]) -> Iterator[None]:
+def values_restored(parts: Sequence[nn.Module], parameters: Collection[nn.Parameter]) -> Iterator[None]:
     """A context that restores the values of `parameters` and of the buffers of `parts` at its end."""
     buffers = [(part, buffers_of(part)) for part in parts]
     contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}

@@ -21,6 +21,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
 from zerobubble.runtime.stage.hook_reads import hook_fault
 from zerobubble.runtime.stage.loss_reads import LossReads
+from zerobubble.runtime.step.loss_comparison import LossComparison
 from zerobubble.runtime.step.loss_faults import note_given, unknown_parameter
 from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossReport, SetState
 from zerobubble.runtime.step.loss_state import LossState
@@ -88,6 +89,7 @@ class StepLosses:
         self._held = held
         self._has_state = has_state
         self.state = LossState(loss_fn)
+        self.comparison = LossComparison(loss_fn, peers.device, is_on=not sums)
         self.reads = LossReads()
         self.divisor = 1
         self.losses: Tensor | None = None
@@ -98,6 +100,7 @@ class StepLosses:
 
     def clear(self) -> None:
         """Drops everything in flight."""
+        self.comparison.clear()
         self._loss_ranks: list[int] = []
         self._targets: list[Any] | None = None
         self._outputs: list[Any] | None = None
@@ -139,6 +142,7 @@ class StepLosses:
         self._weights = weights if not self._sums and (len(set(weights)) > 1 or not self._total_weight) else None
         self._weights_hash = hash(tuple(weights)) % _NUM_HASHES if len(set(loss_ranks)) > 1 else 0
         self._outputs = outputs
+        self._sizes = sizes
         self._known = [None] * len(loss_ranks)
         self._gradients = {}
         self._num_unfinished = loss_ranks.count(rank)
@@ -207,6 +211,8 @@ class StepLosses:
             self._send_result()
 
     def _loss(self, microbatch: int, output: Any, target: Any, *, is_first: bool) -> Tensor:
+        if is_first:
+            self.comparison.before_loss()
         loss = None if self.is_refused else self._called(output, target)
         if self.is_refused:
             return self._refused(microbatch, output)
@@ -219,6 +225,9 @@ class StepLosses:
             raise InputError("loss_fn must return one of {expected}, got {got}", expected=", ".join(map(str, DTYPES)), got=str(loss.dtype))
         if loss.dim():
             loss = loss.reshape(())
+        if is_first:
+            weight = self._weight_of(microbatch)
+            self.comparison.note(microbatch, output, target, loss, weight=weight, size=self._sizes[microbatch])
         added = losses_so_far()
         if added:
             loss = loss + sum(added.values())

@@ -122,6 +122,7 @@ class StepRunner:
         self.scaling = GradientScaling(gradients, stages.device)
         self.cut_model = CutModel(self.modules, peers.members[peers.rank], losses.loss_fn)
         last = self.schedule.num_stages - 1
+        losses.comparison.is_on &= captured is None  # a replayed step calls no loss_fn
         losses.reads = LossReads(self.cut_model, self.modules.get(last), stages.hook_reads(last))
         self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)
 
@@ -172,6 +173,10 @@ class StepRunner:
     def hooks(self) -> Sequence[StepHook]:
         """The attached hooks, in order."""
         return self.step_hooks.attached
+
+    def stop_comparing_losses(self) -> None:
+        """Leaves it to a training framework to find out whether `loss_fn` is a mean over samples."""
+        self._losses.comparison.is_on = False
 
     def attach(self, hook: StepHook) -> None:
         """Calls `hook` from the next training step on."""
@@ -275,12 +280,14 @@ class StepRunner:
             later_records=executor.later_records,
         )
         self.step_hooks.begin(step, compiled.stages)
+        self._losses.comparison.begin()
         with step.contexts:
             forwards_stand = self.step_hooks.forwards_stand if step.rollback_checks else None
             if self._captured is not None and self._captured.is_ready:
                 self._captured.replay()
             else:
                 self._play(compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory, captured=self._captured)
+        self._losses.comparison.finish()
         step.loss = self._losses.close()
         step.added_losses = self._losses.added
         return step

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from itertools import chain
-from types import CodeType
+from types import CodeType, SimpleNamespace
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
 """Packages whose code and objects are assumed constant. The thread of tqdm updates progress bars at any time, which no forward reads."""
@@ -12,6 +13,8 @@ _OF_MODELS = {"huggingface_hub", "peft", "safetensors", "timm", "torchmetrics", 
 _OF_TRAINING = {"accelerate", "lightning", "lightning_fabric", "lightning_utilities", "matplotlib", "mlflow", "pytorch_lightning", "wandb"}
 _OF_CONSTANT_CODE = _LIBRARIES | _OF_MODELS | _OF_TRAINING
 """Packages whose code is assumed constant. Their objects may change, such as a configuration."""
+NAMESPACES = (SimpleNamespace, Namespace)
+"""Classes of libraries whose objects only keep the attributes of user code."""
 
 
 def is_of_library(name: str | None) -> bool:

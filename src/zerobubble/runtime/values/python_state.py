@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.values.python_objects import is_constant_code, is_of_library, names_in
+from zerobubble.runtime.values.python_objects import NAMESPACES, is_constant_code, is_of_library, names_in
 from zerobubble.runtime.values.python_places import (
     Attributes,
     Cell,
@@ -265,6 +265,8 @@ class _Finder:
             self.places.append(place)
         if not is_of_library(type(value).__module__) or (container is None and type(value).__module__ in _OF_NAMESPACES):
             self._visit_instance(path, value)
+        elif type(value) in NAMESPACES:
+            self.places.append(Attributes(path, vars(value)))
 
     def _visit_instance(self, path: str, value: Any) -> None:
         attributes = attributes_of(value)

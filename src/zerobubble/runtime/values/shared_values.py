@@ -7,17 +7,16 @@ or of a class that it has imported; no code of the class runs.
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from copy import copy
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.values.python_objects import is_of_library
+from zerobubble.runtime.values.python_objects import NAMESPACES, is_of_library
 from zerobubble.runtime.values.stored import ABSENT, attributes_of, base_of, entries_of, in_slot, is_a, items_of, put_in_slot, slots_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
@@ -30,7 +29,6 @@ _BASES: dict[str, Any] = {kind.__name__: kind for kind in (OrderedDict, dict, li
 _PLAIN = (*_BASES.values(), Counter)
 """Classes of containers that are made of their entries."""
 CONTAINERS = tuple(_BASES.values())
-_NAMESPACES = (SimpleNamespace, Namespace)
 _CODE = (FunctionType, MethodType, ModuleType)
 _CONTAINER, _OBJECT, _TENSOR, _ARRAY = "container", "object", "tensor", "array"
 
@@ -44,13 +42,13 @@ def is_array(value: Any) -> bool:
 def is_object(value: Any) -> bool:
     """Returns whether `value` is an object of a user's class that only keeps attributes."""
     kind = type(value)
-    if kind not in _NAMESPACES and (is_of_library(kind.__module__) or is_a(value, (nn.Module, Tensor, type, *CONTAINERS, *_CODE))):
+    if kind not in NAMESPACES and (is_of_library(kind.__module__) or is_a(value, (nn.Module, Tensor, type, *CONTAINERS, *_CODE))):
         return False
     return _table_of(value) is not None or bool(slots_of(kind))
 
 
 def _table_of(value: Any) -> dict[str, Any] | None:
-    return vars(value) if type(value) in _NAMESPACES else attributes_of(value)
+    return vars(value) if type(value) in NAMESPACES else attributes_of(value)
 
 
 def attributes_in(value: Any) -> dict[str, Any]:
@@ -168,7 +166,7 @@ def _entries_like(inside: list[Any], like: Any) -> list[Any]:
 def _received_object(name: str, names: list[str], inside: list[Any], like: Any) -> Any:
     is_like = _name_of(type(like)) == name
     kind: Any = type(like) if is_like else _class_of(name)
-    if kind.__new__ is not object.__new__ and kind not in _NAMESPACES:
+    if kind.__new__ is not object.__new__ and kind not in NAMESPACES:
         raise UnknownObjectError(name)
     value, before = kind.__new__(kind), attributes_in(like) if is_like else {}
     for own, contents in zip(names, inside, strict=True):

@@ -1,0 +1,272 @@
+"""Finds out whether `loss_fn` is a mean over samples, from what it returns for two microbatches together.
+
+The mean over microbatches that a step computes is the loss of the whole batch only then. In a few steps, the rank of the last stage keeps
+the outputs of two microbatches, and at the end calls `loss_fn` for both together, without gradients. If the result is not the mean of the
+two, it calls `loss_fn` for each alone as well, so that all results come from the same state, and warns if they still differ.
+
+The user's run does not notice these calls: random and Python state, parameters and buffers of the loss are put back. Nothing is compared if
+a call draws random numbers, communicates or changes what cannot be put back, and if outputs or targets cannot be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import product
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerobubble.error_reports.user_code import warn_user
+from zerobubble.errors import LossWarning
+from zerobubble.runtime.device import is_host
+from zerobubble.runtime.measure.profile import values_restored
+from zerobubble.runtime.split.stage_with_loss import loss_module
+from zerobubble.runtime.values.added_losses import collecting_losses
+from zerobubble.runtime.values.memory import local_part
+from zerobubble.runtime.values.payload import flatten_pytree, unflatten_pytree
+from zerobubble.runtime.values.python_places import Elements, Place, Position, generator_place
+from zerobubble.runtime.values.python_state import PythonState, Snapshot, changed
+from zerobubble.runtime.values.random_state import RandomStates
+
+_STEPS = (1, 2, 4, 8)
+"""The steps that are compared."""
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""Relative differences that rounding explains, by dtype; `_MOST_ROUNDING` for others and under autocast."""
+_MOST_ROUNDING = 1e-2
+_OF_TENSOR_CORES = 2e-3
+"""The same for float32 on accelerators, whose matrix products may have fewer bits."""
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+
+
+class _IncomparableError(Exception):
+    """Two microbatches cannot be compared with both together."""
+
+
+class _Part(NamedTuple):
+    """A microbatch of `size` samples and this weight, with its number, its output without a graph, and its loss."""
+
+    microbatch: int
+    output: Any
+    target: Any
+    loss: Tensor
+    weight: float
+    size: int
+
+
+class LossComparison:
+    """Compares the losses of two microbatches of a training step with the loss of both, until it has warned.
+
+    Calls that are not between `begin` and `finish` are of other steps, and are ignored.
+    """
+
+    def __init__(self, loss_fn: Any, device: torch.device, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self._loss_fn = loss_fn
+        self._device = device
+        self._num_steps = 0
+        self._is_open = False
+        self._parts: list[_Part] = []
+        self._before: Snapshot | None = None
+
+    def begin(self) -> None:
+        """Begins a training step."""
+        self.clear()
+        self._num_steps += 1
+        self._is_open = self.is_on and self._num_steps in _STEPS
+
+    def before_loss(self) -> None:
+        """Notes the state before a loss is computed, if it is the first one of the step."""
+        if self._is_open and self._before is None:
+            self._before = PythonState(self._loss_fn).snapshot()
+
+    def note(self, microbatch: int, output: Any, target: Any, loss: Tensor, *, weight: float, size: int) -> None:
+        """Notes what `loss_fn` has returned for a microbatch."""
+        if self._is_open and len(self._parts) < 2 and weight:
+            self._parts.append(_Part(microbatch, _without_graph(output), _without_graph(target), loss.detach(), weight, size))
+
+    def clear(self) -> None:
+        """Drops what is noted."""
+        self._is_open, self._before = False, None
+        self._parts.clear()
+
+    def finish(self) -> None:
+        """Ends a step, and warns if the loss is no mean."""
+        parts, before = list(self._parts), self._before
+        self.clear()
+        if len(parts) < 2 or before is None:
+            return
+        found = None
+        with suppress(Exception):  # a loss may raise anything when it is called once more
+            found = _Calls(self._loss_fn, self._device, before).compare(parts)
+        if found is not None:
+            self.is_on = False
+            _warn(*found, [part.microbatch for part in parts])
+
+
+class _Calls:
+    """Calls `loss_fn` without effects on the run. The state `before` is the one before the step called it."""
+
+    def __init__(self, loss_fn: Any, device: torch.device, before: Snapshot) -> None:
+        self._loss_fn = loss_fn
+        self._device = device
+        module = loss_module(loss_fn)
+        self._modules = [] if module is None else list(module.modules())
+        self._parameters = [] if module is None else list(module.parameters())
+        places = list(changed(before).values())
+        self._changes_state = bool(places)
+        if any(map(_is_lost, places)) or any(local_part(parameter) is not parameter for parameter in self._parameters):
+            raise _IncomparableError
+
+    def compare(self, parts: Sequence[_Part]) -> tuple[float, float] | None:
+        """Returns the loss of the `parts` together and the mean of their losses, None if both are equal."""
+        rounding = _rounding_of([(part.output, part.loss) for part in parts], self._device)
+        mean = _mean(parts, [float(part.loss) for part in parts])
+        wholes = []
+        for whole in self._losses_of_both(parts):
+            if _are_near(whole, mean, rounding):
+                return None
+            wholes.append(whole)
+        mean = _mean(parts, [self._loss(_copied(part.output), _copied(part.target)) for part in parts])
+        return (wholes[0], mean[0]) if wholes and not any(_are_near(whole, mean, rounding) for whole in wholes) else None
+
+    def _losses_of_both(self, parts: Sequence[_Part]) -> Iterator[float]:
+        """Yields the loss of two parts together, for each way to join them that works."""
+        for by_views, keeps_equal in product((False, True), repeat=2):
+            with suppress(Exception):  # a loss may raise anything for samples that it does not expect
+                yield self._loss(*_joined(parts, by_views=by_views, keeps_equal=keeps_equal))
+
+    def _loss(self, output: Any, target: Any) -> float:
+        with ExitStack() as stack:
+            stack.enter_context(values_restored(self._modules, self._parameters))
+            if self._changes_state:
+                stack.enter_context(PythonState(self._loss_fn).restored())
+            stack.enter_context(_drawing_nothing(self._device))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(collecting_losses())
+            stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
+            loss = float(self._loss_fn(output, target))
+        if not isfinite(loss):
+            raise _IncomparableError
+        return loss
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which a collective is an error: other ranks would not join it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace in _COLLECTIVES or any(hasattr(kind, "to_local") for kind in types):
+            raise _IncomparableError
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _drawing_nothing(device: torch.device) -> Iterator[None]:
+    """A context in which drawing random numbers is an error, at its end. Restores the generators."""
+    before = RandomStates.now(device)
+    try:
+        yield
+        if not RandomStates.now(device).is_same_as(before):
+            raise _IncomparableError
+    finally:
+        before.set(RandomStates.now(device))
+
+
+def _is_lost(place: Place) -> bool:
+    """Returns whether a place that a loss changes cannot be put back, or is a random generator."""
+    is_uncopied = isinstance(place, Elements) and place.read()[1] is None
+    return is_uncopied or isinstance(place, Position) or generator_place("", place.owner) is not None
+
+
+def _without_graph(value: Any) -> Any:
+    tensors, structure = flatten_pytree(value, opaque=True)
+    return unflatten_pytree(structure, iter([tensor.detach() for tensor in tensors]))
+
+
+def _copied(value: Any) -> Any:
+    tensors, structure = flatten_pytree(value, opaque=True)
+    return unflatten_pytree(structure, iter([tensor.clone() for tensor in tensors]))
+
+
+def _mean(parts: Sequence[_Part], losses: Sequence[float]) -> tuple[float, float]:
+    """Returns the weighted mean of `losses`, and the largest size of a term."""
+    terms = [part.weight * loss / sum(each.weight for each in parts) for part, loss in zip(parts, losses, strict=True)]
+    return sum(terms), max(map(abs, terms))
+
+
+def _are_near(whole: float, mean: tuple[float, float], rounding: float) -> bool:
+    if not isfinite(mean[0]):
+        raise _IncomparableError
+    return abs(whole - mean[0]) <= rounding * max(abs(whole), *map(abs, mean))
+
+
+def _rounding_of(values: Any, device: torch.device) -> float:
+    if torch.is_autocast_enabled(device.type):
+        return _MOST_ROUNDING
+    dtypes = {tensor.dtype for tensor in flatten_pytree(values, opaque=True)[0] if tensor.is_floating_point()}
+    found = max(_ROUNDING.get(dtype, _MOST_ROUNDING) for dtype in dtypes)
+    return max(found, _OF_TENSOR_CORES) if not is_host(device) and dtypes != {torch.float64} else found
+
+
+def _joined(parts: Sequence[_Part], *, by_views: bool, keeps_equal: bool) -> tuple[Any, Any]:
+    """Returns the output and the target of both parts.
+
+    A tensor with several rows for each sample has them sample by sample or, `by_views`, as torch.cat joins views of all samples. With
+    `keeps_equal`, tensors that are equal in both have no batch, such as prototypes.
+    """
+    first, second = parts
+    both = [(part.output, part.target) for part in parts]
+    if any(_lists_samples(value, part.size) for value, part in zip(both, parts, strict=True)):
+        raise _IncomparableError
+    (ours, structure), (theirs, other) = (flatten_pytree(value, opaque=True) for value in both)
+    if structure != other or len(ours) != len(theirs):
+        raise _IncomparableError
+    sizes = first.size, second.size
+    joined = [
+        _joined_tensor(one, another, sizes, by_views=by_views, keeps_equal=keeps_equal) for one, another in zip(ours, theirs, strict=True)
+    ]
+    output, target = unflatten_pytree(structure, iter(joined))
+    return output, target
+
+
+def _lists_samples(value: Any, size: int) -> bool:
+    """Returns whether a list in `value` may have an entry for each sample, such as the targets of detection."""
+    if isinstance(value, Mapping):
+        return any(_lists_samples(item, size) for item in value.values())
+    if not isinstance(value, (list, tuple)):
+        return False
+    return (isinstance(value, list) and len(value) == size) or any(_lists_samples(item, size) for item in value)
+
+
+def _joined_tensor(one: Tensor, other: Tensor, sizes: tuple[int, int], *, by_views: bool, keeps_equal: bool) -> Tensor:
+    """Returns one tensor for both microbatches. Tensors without a batch are equal in both, such as a temperature."""
+    if type(one) is not type(other) or one.is_nested or hasattr(one, "to_local") or one.dim() != other.dim():
+        raise _IncomparableError
+    are_equal = one.shape == other.shape and torch.equal(one, other)
+    if are_equal and (keeps_equal or not one.dim()):
+        return one.clone()
+    having = [dim for dim, lengths in enumerate(zip(one.shape, other.shape, strict=True)) if lengths == sizes]
+    if len(having) == 1 or 0 in having:
+        return torch.cat([one, other], having[0])
+    rows = len(one) // sizes[0] if one.dim() else 0
+    if rows > 1 and (len(one), len(other)) == (rows * sizes[0], rows * sizes[1]):
+        views = zip(one.chunk(rows), other.chunk(rows), strict=True) if by_views else [(one, other)]
+        return torch.cat([tensor for view in views for tensor in view])
+    if are_equal:
+        return one.clone()
+    raise _IncomparableError
+
+
+def _warn(whole: float, mean: float, microbatches: Sequence[int]) -> None:
+    first, second = microbatches
+    warn_user(
+        f"loss_fn is not a mean over samples: it returns {whole:.6g} for microbatches {first} and {second} together, and {mean:.6g} is the "
+        "mean of what it returns for each. So this pipeline trains as one device that accumulates gradients over the microbatches, not as "
+        "one that takes the whole batch. If samples or targets are weighted or ignored, give the weights of a microbatch as loss_weight=, "
+        "such as lambda target: (target != -100).sum(). A loss over the whole batch, such as one that compares samples, needs "
+        "num_microbatches=1. If the accumulation is meant, ignore zb.errors.LossWarning (docs/losses.md)",
+        LossWarning,
+    )
