@@ -529,7 +529,7 @@ class Distilled(Classifier):
         self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
 
 
-@pytest.mark.refuses("a network that is not trained, beside others that are")
+@pytest.mark.refuses("a network that is not trained, next to others that are")
 @pytest.mark.parametrize("validates", [False, True], ids=["", "after a validation"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["without gradients", "frozen"])
 @pytest.mark.parametrize("network", [None, "model"])

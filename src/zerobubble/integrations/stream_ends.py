@@ -41,7 +41,7 @@ def count_samples(loader: Any) -> None:
         return
     if loader.num_workers:
         raise InputError(
-            "{argument}={got}: replicas fill the last batch with samples of the first, and cannot tell which count twice if others "
+            "{argument}={got}: replicas fill the last batch with samples of the first, and do not know which count twice if others "
             "processes load a dataset without length",
             argument="dataloader_num_workers",
             got=loader.num_workers,

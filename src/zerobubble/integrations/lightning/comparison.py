@@ -51,7 +51,7 @@ class Fault(NamedTuple):
         message, remedy = {
             "state": (
                 "{name} changes {what}, and a pipeline runs it several times for each batch",
-                "return what it needs beside 'loss', and change it in on_train_batch_end, whose outputs has both for the batch; assign "
+                "return what it needs along with 'loss', and change it in on_train_batch_end, whose outputs has both for the batch; assign "
                 "metrics of torchmetrics to attributes of the module",
             ),
             "buffer": (
