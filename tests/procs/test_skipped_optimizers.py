@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 
 import zerobubble as zb
@@ -25,6 +26,21 @@ def skipping(group: Any, skips: dict[int, list[int]], frozen: int | None = None)
                 optimizer.step()
             optimizer.zero_grad()
             pipe.eval_step(*batch(2))
+        return sum("has stepped" in str(warning.message) for warning in caught)
+
+
+def refused(group: Any) -> int:
+    """The number of warnings if the first rank refuses a call after each step of the optimizers."""
+    with zb.Pipeline(build, "1f1b", 2, loss_fn, group=group) as pipe, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+        inputs, targets = batch(2)
+        for _ in range(3):
+            pipe.step(inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(zb.InputError):
+                pipe.step(inputs[:1], targets)
         return sum("has stepped" in str(warning.message) for warning in caught)
 
 
@@ -51,6 +67,10 @@ def test_a_rank_that_skips_its_optimizer_alone_is_warned_of_once(world: Ranks) -
     assert world.run(skipping, {0: [3]}, ranks=3) == [0, 1, 0]
     assert world.run(skipping, {0: [1, 3, 4], 1: [1, 3, 4]}, ranks=2) == [0, 0]
     assert world.run(skipping, {}, 0, ranks=2) == [0, 0]
+
+
+def test_a_call_that_one_rank_refuses_does_not_count(world: Ranks) -> None:
+    assert world.run(refused, ranks=2) == [0, 0]
 
 
 def test_optimizers_of_one_rank_that_alternate_are_not_warned_of(world: Ranks) -> None:

@@ -436,7 +436,10 @@ class StepRunner:
         stepped = self._stepped() if trains else Stepped.UNKNOWN
         pairs_ranks = trains and self._num_steps == 0 and mine.is_first != mine.is_last
         data = given.digest() if pairs_ranks else 0  # in the first step only, because it reads from the device
-        return executor.handshake.open(self.guard.num_calls, mine.arguments, mine.batch.batch_size, form, costs, stepped, data)
+        opened = executor.handshake.open(self.guard.num_calls, mine.arguments, mine.batch.batch_size, form, costs, stepped, data)
+        if trains:  # in a call that is refused, other ranks did not ask
+            self.optimizers.has_stepped = False
+        return opened
 
     def _batch(self, executor: Executor, given: StepInputs, mine: RankInputs, opened: StepMessages, evaluation: int) -> Batch:
         """Returns the inputs of the executor for a step that is open on all ranks."""
@@ -458,10 +461,9 @@ class StepRunner:
 
     def _stepped(self) -> Stepped:
         """Returns whether an optimizer of this rank has stepped since the last training step, if any ever has."""
-        has_stepped, self.optimizers.has_stepped = self.optimizers.has_stepped, False
         if self.optimizers.validated or not self.optimizers.seen:
             return Stepped.UNKNOWN
-        return Stepped.YES if has_stepped else Stepped.NO
+        return Stepped.YES if self.optimizers.has_stepped else Stepped.NO
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
