@@ -29,7 +29,7 @@ class WatchedState:
         trainer = module.trainer
         callbacks = {
             f"self.trainer.callbacks[{place}]": callback
-            for place, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
+            for place, callback in enumerate(trainer.callbacks)
             if not is_constant_code(type(callback).__module__)
         }
         roots = [{f"self.{name}".rstrip("."): child._buffers} for name, child in module.named_modules() if child not in own[1:]]
