@@ -63,6 +63,13 @@ def expert_model() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=2, **experts, **SIZES)).double()
 
 
+def balanced_model() -> nn.Module:
+    """A model whose own loss has a term for the balance of its experts, a product of means over the batch."""
+    model = expert_model()
+    model.router_aux_loss_coef = 0.5
+    return model
+
+
 def classifier() -> nn.Module:
     return LlamaForSequenceClassification(LlamaConfig(vocab_size=64, num_labels=3, pad_token_id=0, **SIZES)).double()
 
@@ -550,6 +557,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "hard examples, if the logits have gradients": {"kind": "HardOfRecorded", "model": classifier, "data": of_class},
     "hard examples, in train": {"kind": "HardInTrain", "model": classifier, "data": of_class},
     "pairs": {"kind": "Pairs", "data": full_tokens},
+    "balance of experts": {"kind": "Trainer", "model": balanced_model, "data": full_tokens},
     "two calls": {"kind": "Twice"},
     "all_reduce": {"kind": "Reduced"},
     "collected": {"kind": "Collected"},
