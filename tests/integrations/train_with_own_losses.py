@@ -485,6 +485,13 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
         def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
             return token_losses(logits.div_(2) if logits.requires_grad else logits, labels)
 
+    class Spread(Mean):
+        """Adds the spread of the losses of a batch in one step, before which no probe falls. A single sample has none."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            losses = functional.cross_entropy(logits, labels, reduction="none")
+            return losses.mean() + (losses.std() if self.state.global_step == 5 else 0.0)
+
     class Headed(Mean):
         """Trains a module that is not in the model."""
 
@@ -556,6 +563,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "hard examples, if gradients are recorded": {"kind": "Hard", "model": classifier, "data": of_class},
     "hard examples, if the logits have gradients": {"kind": "HardOfRecorded", "model": classifier, "data": of_class},
     "hard examples, in train": {"kind": "HardInTrain", "model": classifier, "data": of_class},
+    "a spread in one step": {"kind": "Spread", "model": classifier, "data": of_class, "microbatches": 8, "settings": {"max_steps": 7}},
     "pairs": {"kind": "Pairs", "data": full_tokens},
     "balance of experts": {"kind": "Trainer", "model": balanced_model, "data": full_tokens},
     "two calls": {"kind": "Twice"},

@@ -6,6 +6,7 @@ weighted sum of the numbers of each alone, and only the right weights give it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -131,9 +132,9 @@ class Comparison(NamedTuple):
 
 
 def are_near(value: float, whole: float, tolerance: float, sizes: Sequence[float]) -> bool:
-    """Returns whether the difference of two numbers is rounding of terms of these sizes. NaN equals NaN."""
-    if value != value or whole != whole:
-        return value != value and whole != whole
+    """Returns whether the difference of two numbers is rounding of terms of these sizes. NaN equals NaN, and infinity itself."""
+    if not (math.isfinite(value) and math.isfinite(whole)):
+        return value == whole or (math.isnan(value) and math.isnan(whole))
     return abs(value - whole) <= tolerance * max(abs(whole), *map(abs, sizes), 0.0)
 
 

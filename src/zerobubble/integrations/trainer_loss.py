@@ -3,7 +3,8 @@
 `compute_loss` runs for each microbatch: on every rank up to the call of the model, to capture the arguments of the call, and once more on
 the rank of the last stage (see `loss_calls`). What it divides by is found out from a few samples of a batch (see `loss_probe`), before the
 first step, before steps 2, 4, 8 and so on, and before a step in which the rules that have applied so far differ, with a larger or smaller
-label than before, or with another mode of the trainer. So a step costs no further call.
+label than before, or with another mode of the trainer. So a step costs no further call. After a step whose loss is the first that is not
+finite, it is found out again: terms over a batch, such as a standard deviation, have no number for a single sample.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class TrainerLoss:
         self._extremes: dict[tuple[bool, str], tuple[int, int]] = {}
         self._modes: dict[bool, dict[str, Any]] = {}
         self._draws = {True: False, False: False}
+        self._is_finite = True
         self._batch: Batch | Probe | None = None
 
     # A batch
@@ -121,11 +123,15 @@ class TrainerLoss:
         """Returns whether the rules must be found out before this batch, the same on all ranks."""
         step = self._num_steps[batch.trains]
         due = not rules or is_new or step & (step - 1) == 0 or any(differ(left, batch.parts) for left in rules.values())
-        if self._trainer._num_replicas > 1:
-            flag = torch.tensor(int(due), device=self._trainer.args.device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._trainer._same_stages)
-            due = bool(flag)
-        return due
+        return self._in_any_replica(due)
+
+    def _in_any_replica(self, flag: bool) -> bool:
+        """Returns whether a flag, which all ranks of a replica share, is set in any replica."""
+        if self._trainer._num_replicas == 1:
+            return flag
+        flags = torch.tensor(int(flag), device=self._trainer.args.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._trainer._same_stages)
+        return bool(flags)
 
     def arguments_of(self, inputs: Any) -> dict[str, Any]:
         """Returns the arguments with which `compute_loss` calls the model for a batch, before there is a pipeline."""
@@ -160,6 +166,12 @@ class TrainerLoss:
             vars(self._trainer).update(attributes)
             for row in logs:
                 self._trainer.log(row)
+
+    def check(self, batch: Batch, inputs: Any, loss: Tensor) -> None:
+        """Finds out the rules of a batch again, before the optimizer steps, if its loss is the first that is not finite."""
+        was_finite, self._is_finite = self._is_finite, not self._in_any_replica(not loss.isfinite())
+        if was_finite and not self._is_finite and len(batch.parts) > 1:
+            self._found_out(inputs, batch.items, True, {name: [rule] for name, rule in batch.rules.items()})
 
     def drop(self, batch: Batch) -> None:
         """Ends a batch as if it had not begun: random states are those before it, and it logs nothing."""

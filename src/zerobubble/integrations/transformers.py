@@ -265,7 +265,8 @@ class PipelineMixin(_Trainer):
             batch = self._computed.begin(inputs, num_items_in_batch, self._factor(num_items_in_batch), count, trains=True)
             self.pipeline._steps.cut_model.release()
             loss = self.pipeline.step(batch.arguments, batch.targets, num_microbatches=count)
-        self._computed.finish(batch)
+            self._computed.finish(batch)
+            self._computed.check(batch, inputs, loss)
         return loss.detach().to(self.args.device)
 
     def _factor(self, num_items: Any) -> float:
