@@ -43,6 +43,9 @@ def test_bytes_are_those_that_are_held() -> None:
     assert first.parameters_bytes == WIDTH * WIDTH * (4 + 4 + 8)
     half = estimated(nn.Sequential(nn.Linear(WIDTH, WIDTH).bfloat16(), nn.ReLU()), torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16))[0]
     assert half.parameters_bytes == (WIDTH * WIDTH + WIDTH) * (2 + 2 + 8 + 4)
+    of_config = zb.cost_model.transformer("llama3-70b", gpu="H100", pp=8, dp=2, gradients="bf16", shard_optimizer=False)
+    per_parameter = half.parameters_bytes // (WIDTH * WIDTH + WIDTH)
+    assert of_config.state_bytes == tuple(per_parameter * count for count in of_config.parameters)
 
 
 class Attention(nn.Module):

@@ -203,6 +203,20 @@ def test_ways_to_divide_hold_less_each() -> None:
     assert transformer("llama3-405b", gpu="H100", tp=8, pp=16).layers == (7, *(8,) * 14, 7)
 
 
+def test_replicas_that_keep_the_whole_optimizer_state_update_it_themselves() -> None:
+    given = {"model": "llama3-70b", "gpu": "H100", "tp": 8, "pp": 4, "dp": 4}
+    sharded, whole = (transformer(shard_optimizer=shard, **given) for shard in (True, False))
+    assert whole.optimizer == tuple(12 * count for count in whole.parameters)
+    assert sharded.optimizer == tuple(3 * count for count in whole.parameters)
+    assert whole.costs.reduce == pytest.approx([2 * time for time in sharded.costs.reduce], abs=1)  # an all-reduce: both halves
+    moved = max(whole.parameters) * (54 + 4)  # bytes of the update and of zeroed gradients; parameters are not gathered
+    assert whole.step("1f1b", 8).update == pytest.approx(moved / (3.35e12 * 0.85), rel=1e-3)
+    with raises(InputError, "shard_gradients", "shard_optimizer"):
+        transformer(shard_optimizer=False, shard_gradients=True, **given)
+    with raises(InputError, "shard_weights", "shard_optimizer"):
+        transformer(shard_optimizer=False, shard_weights=True, **given)
+
+
 def test_hidden_exchanges_and_fp8_take_less_time() -> None:
     plain, hidden, short = (
         transformer("llama3-70b", gpu="H100", tp=4, pp=8, **kept).step("1f1b", 16).seconds

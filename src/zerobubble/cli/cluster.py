@@ -12,7 +12,7 @@ from textwrap import fill
 import click
 from rich.progress import MofNCompleteColumn
 
-from zerobubble.cli.inputs.options import CLUSTER, PictureFiles, given_flags, option, option_group
+from zerobubble.cli.inputs.options import CLUSTER, PictureFiles, given_flags, option, option_group, require_with
 from zerobubble.cli.outputs.terminal import progress
 from zerobubble.cost_model import Division, Divisions, divide
 from zerobubble.cost_model.configuration import known_model, with_sequence
@@ -41,10 +41,20 @@ class ClusterOptions:
     batch: int | None = option("--batch", type=int, metavar="N", help="Sequences per step; by default as published.")
     sequence: int | None = option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens of a sequence.")
     precision: str = option("--precision", default="bf16", metavar="NAME", help="Precision of linear layers, bf16 or fp8.")
-    gradients: str = option("--gradients", default="fp32", metavar="NAME", help="Precision of gradient sums, fp32 or bf16.")
+    gradients: str | None = option(
+        "--gradients",
+        metavar="NAME",
+        help="Precision of gradients and their sums, fp32 or bf16. Default: fp32, or bf16 with --pipeline-only.",
+    )
     overlap_tp: bool = option("--overlap-tp", is_flag=True, help="Overlap tensor-parallel collectives in F, too.")
-    pipeline_only: bool = option("--pipeline-only", is_flag=True, help="Only pipelines and their replicas: tp, cp and ep are 1.")
+    pipeline_only: bool = option(
+        "--pipeline-only", is_flag=True, help="Only pipelines and their replicas, as for an unchanged model: tp, cp and ep are 1."
+    )
+    fsdp: bool = option(
+        "--fsdp", is_flag=True, help="With --pipeline-only: FSDP2 shards weights, gradients and optimizer state over replicas."
+    )
     top: int = option("--top", type=int, default=10, metavar="N", help="Number of ways to print.")
+    verbose: bool = option("--verbose", is_flag=True, help="Print all assumptions, not only the main ones.")
 
 
 cluster_options = option_group(ClusterOptions, "cluster", CLUSTER)
@@ -72,6 +82,8 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
         raise InputError(
             "{argument} needs {needed}, such as --gpu H100 --gpus 1024", argument=options.model or "--model", needed=" and ".join(lacking)
         )
+    if not options.pipeline_only:
+        require_with("fsdp", "--pipeline-only", "give both")
     model = known_model(options.model)
     if options.sequence is not None:
         model = with_sequence(model, options.sequence)
@@ -85,12 +97,13 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
             gradients=options.gradients,
             overlap_tp=options.overlap_tp,
             pipeline_only=options.pipeline_only,
+            fsdp=options.fsdp,
             memory=memory,
             top=options.top,
             progress=progress,
         )
     write_divisions(found, pictures)
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else _text(found))
+    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else _text(found, options.verbose))
 
 
 def require_model(options: ClusterOptions, but: str | None = None) -> None:
@@ -113,9 +126,14 @@ def _refuse_others(options: ClusterOptions) -> None:
         raise InputError("{argument} cannot be used with {model}", argument=" and ".join(flags), model=model, remedy=remedy)
 
 
-def _text(found: Divisions) -> str:
-    assumed = [fill(sentence, COLUMNS, initial_indent="- ", subsequent_indent="  ") for sentence in found.assumptions]
-    return "\n".join([found.fit, found.title, found.table(), "", _searched(found), "", "Assumptions of the first:", *assumed])
+def _text(found: Divisions, verbose: bool) -> str:
+    first = [fill(sentence, COLUMNS) for sentence in (found.fit, found.needs_own_code) if sentence]
+    main = found.main_assumptions
+    sentences, heading = (
+        (found.assumptions, "Assumptions") if verbose else (main, f"Main assumptions (all {len(found.assumptions)}: --verbose)")
+    )
+    assumed = [fill(sentence, COLUMNS, initial_indent="- ", subsequent_indent="  ") for sentence in sentences]
+    return "\n".join([*first, found.title, found.table(), "", _searched(found), "", f"{heading} of the fastest way:", *assumed])
 
 
 @contextmanager
@@ -146,6 +164,7 @@ def divisions_html(found: Divisions) -> str:
     assumed = "".join(f"<li>{escape(sentence)}</li>" for sentence in found.assumptions)
     body = (
         header(found.title),
+        *(f"<p>{escape(sentence)}</p>\n" for sentence in (found.fit, found.needs_own_code) if sentence),
         table(TITLES, rows),
         f'<p class="hint">{escape(_note(found))}</p>\n',
         viewer(),

@@ -7,13 +7,42 @@ from collections.abc import Iterator
 from zerobubble.cost_model.gpus import BANDWIDTHS
 from zerobubble.cost_model.held import RUNTIME_BYTES, STATE_BYTES, WEIGHT_BYTES
 from zerobubble.cost_model.kernels import Efficiency
-from zerobubble.cost_model.setting import Setting
+from zerobubble.cost_model.setting import ERROR_BARS, Setting
 from zerobubble.units import show_bytes
 
 
 def assumptions_of(setting: Setting, efficiency: Efficiency) -> tuple[str, ...]:
     """Returns a sentence for each assumption about hardware, kernels, communication and memory."""
     return (*_of_hardware(setting, efficiency), *_of_passes(setting), *_of_exchanges(setting, efficiency), *_of_memory(setting))
+
+
+def main_assumptions_of(setting: Setting) -> tuple[str, ...]:
+    """Returns the assumptions on which it depends most whether a model fits, and how long its steps take."""
+    return _of_parameters(setting), _of_runtime(), _of_error(setting)
+
+
+def _of_parameters(setting: Setting) -> str:
+    weight, gradient, state = WEIGHT_BYTES, setting.gradient_bytes, STATE_BYTES
+    float32 = ", as many as with weights in float32 (4, 4 and 8)" if gradient == weight else ""
+    sharded = f"; Adam's{' and gradients' if setting.shard_gradients else ''} are sharded over {setting.sharers} GPUs"
+    if setting.shard_weights:
+        sharded = (
+            f"; FSDP2 shards Adam's over {setting.sharers} GPUs, with {weight + gradient} more for its shares of weights and gradients"
+        )
+    whole = f"; each of {setting.sharers} replicas has all of them"
+    replicas = "" if setting.sharers == 1 else sharded if setting.shard_optimizer else whole
+    return (
+        f"Bytes per parameter: {weight + gradient + state}, of them {weight} for the weight, {gradient} for the gradient, {state} for "
+        f"Adam{float32}{replicas}. Norms and biases are not included."
+    )
+
+
+def _of_runtime() -> str:
+    return f"CUDA and NCCL take {show_bytes(RUNTIME_BYTES)}. Not included: temporary memory of passes and fragmentation of the allocator."
+
+
+def _of_error(setting: Setting) -> str:
+    return f"Nothing was measured: step times of published runs ({setting.kind}) differ by up to {100 * ERROR_BARS[setting.kind]:g} %."
 
 
 def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
@@ -93,10 +122,12 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     if setting.model.experts is not None:
         yield from _of_experts(setting)
     if setting.sharers > 1:
-        yield (
-            f"{setting.sharers} GPUs with the same parameters reduce gradients in {setting.gradients} during the passes, shard "
-            f"{'gradients and ' if setting.shard_gradients else ''}the optimizer state, and gather parameters after the optimizer step."
-        )
+        sums = f"{setting.sharers} GPUs with the same parameters reduce gradients in {setting.gradients} during the passes"
+        if setting.shard_optimizer:
+            both = "gradients and " if setting.shard_gradients else ""
+            yield f"{sums}, shard {both}the optimizer state, and gather parameters after the optimizer step."
+        else:
+            yield f"{sums}, and each updates all parameters: the optimizer state is not sharded."
     if setting.model.tied and setting.pp * setting.v > 1:
         yield "Not included: the reduction of the tied embedding's gradients between the first and the last stage."
 
@@ -114,21 +145,17 @@ def _of_experts(setting: Setting) -> Iterator[str]:
         )
     if setting.expert_sharers > 1:
         yield (
-            f"{setting.expert_sharers} GPUs have the same experts. They reduce their gradients and shard their optimizer state among "
-            "themselves."
+            f"{setting.expert_sharers} GPUs have the same experts. They reduce their gradients"
+            f"{' and shard their optimizer state' if setting.shard_optimizer else ''} among themselves."
         )
     yield "Separate kernels permute tokens to expert order and back. The products of all experts of a GPU are one kernel."
 
 
 def _of_memory(setting: Setting) -> Iterator[str]:
-    both = "; both are" if setting.shard_gradients else ","
-    sharded = f"{both} sharded over {setting.sharers} GPUs" if setting.sharers > 1 else ""
-    yield (
-        f"Bytes per parameter: {WEIGHT_BYTES} for the weight, {setting.gradient_bytes} for the gradient, {STATE_BYTES} for Adam{sharded}. "
-        "Norms and biases are not included."
-    )
+    yield _of_parameters(setting)
     yield f"Inputs of linear layers are stored in {setting.precision}, other activations in half precision."
     if setting.shard_gradients:
         yield "Kernels of their own add gradients to sums over microbatches. The whole gradients of one stage at a time are not included."
-    yield f"CUDA and NCCL take {show_bytes(RUNTIME_BYTES)}. Not included: temporary memory of passes and fragmentation of the allocator."
+    yield _of_runtime()
     yield "The optimizer step begins when the last pass of the slowest rank has ended, and clips gradients. Data loading takes no time."
+    yield _of_error(setting)

@@ -9,13 +9,14 @@ from operator import attrgetter
 from typing import Any
 
 from zerobubble.arguments import BYTES, WHOLE, either, instance, optional, takes
+from zerobubble.cost_model.assumptions import main_assumptions_of
 from zerobubble.cost_model.candidates import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, Candidate
 from zerobubble.cost_model.configuration import known_model
 from zerobubble.cost_model.estimate import Estimate
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.kernels import Efficiency
 from zerobubble.cost_model.models import Model
-from zerobubble.cost_model.remedies import PlayedMemory, Question, options_that_fit
+from zerobubble.cost_model.remedies import MARGIN, PlayedMemory, Question, options_that_fit
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
 from zerobubble.cost_model.step import LONG, Shapes, StepEstimate
 from zerobubble.display import Displayed
@@ -24,6 +25,7 @@ from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Schedule
 from zerobubble.units import as_bytes, show_bytes, show_percent
 
+LEFT = f"{100 * MARGIN:g} %"
 DivideProgress = Callable[[int, int, "Division | None"], object]
 """Called before each simulated step with the number of ways considered, the total, and the best result so far."""
 
@@ -47,6 +49,11 @@ class Division(Displayed):
     @property
     def setting(self) -> Setting:
         return self.estimate.setting
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes of the fullest GPU."""
+        return max(self.step.rank_bytes)
 
     @property
     def way(self) -> tuple[object, ...]:
@@ -104,18 +111,51 @@ class Divisions(Displayed):
     @property
     def needed_bytes(self) -> int:
         """The bytes of the fullest GPU in the best way."""
-        return max(self.best.step.rank_bytes)
+        return self.best.needed_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes of the fullest GPU in the best way that are left for what estimates do not count."""
+        return self.memory_bytes - self.needed_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the best way leaves less than a tenth of the memory for what estimates do not count, so that it may not fit."""
+        return not self._is_roomy(self.best)
+
+    def _is_roomy(self, choice: Division) -> bool:
+        return choice.needed_bytes <= (1 - MARGIN) * self.memory_bytes
 
     @property
     def fit(self) -> str:
-        """Returns a sentence that says that the model fits, with the memory of the fullest GPU."""
-        least, needed = show_bytes(min(max(choice.step.rank_bytes) for choice in self.choices)), show_bytes(self.needed_bytes)
-        others = "" if least == needed else f", {least} in the smallest of these ways"
-        return f"fits: {needed} of {show_bytes(self.memory_bytes)} on the fullest GPU in the fastest way{others}"
+        """Returns a sentence that says whether the model fits, with the memory of the fullest GPU and what it leaves."""
+        taken = f"{show_bytes(self.needed_bytes)} of {show_bytes(self.memory_bytes)} on the fullest GPU in the fastest way"
+        share = show_percent(self.left_bytes / self.memory_bytes)
+        left = f"{show_bytes(self.left_bytes)} ({share}) left for temporary memory of passes and fragmentation, which are not counted"
+        if not self.is_tight:
+            return f"fits: {taken}, {left}"
+        roomy = next((place for place, choice in enumerate(self.choices, start=1) if self._is_roomy(choice)), None)
+        if roomy is None:
+            advice = f"none of these ways leaves {LEFT}; more GPUs or shorter sequences (--sequence) need less"
+        else:
+            advice = f"way {roomy} of the table leaves more than {LEFT}: {show_bytes(self.choices[roomy - 1].needed_bytes)}"
+        return f"may not fit: {taken}, only {left}; {advice}"
+
+    @property
+    def needs_own_code(self) -> str:
+        """Returns a sentence if the best way divides layers, sequences or experts, which the model's own code must do; else empty."""
+        here = self.best.setting
+        counts = [f"{name} {getattr(here, name)}" for name in ("tp", "cp", "ep") if getattr(here, name) > 1]
+        if not counts:
+            return ""
+        return (
+            f"{' and '.join(counts)} of the fastest way must be in the model's own code: zb.split adds no tensor, context or expert "
+            "parallelism. For an unchanged model, add --pipeline-only."
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Returns a sentence for each assumption about the best way, and about the search."""
+        """Returns a sentence for each assumption about the best way, and about the search; `main_assumptions` are three of them."""
         groups = "tp, cp and ep 1, powers of two for" if self.pipeline_only else "powers of two for tp, cp, ep and"
         schedules = ", ".join(tried.name for tried in SCHEDULES)
         return (
@@ -125,6 +165,11 @@ class Divisions(Displayed):
             f"Steps of more than {LONG} microbatches per rank are simulated in part: their steady state repeats every p microbatches.",
             f"The memory limit of a GPU is {show_bytes(self.memory_bytes)}.",
         )
+
+    @property
+    def main_assumptions(self) -> tuple[str, ...]:
+        """Returns the assumptions on memory and times that matter most."""
+        return main_assumptions_of(self.best.setting)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the question, the method, all assumptions, and the choices, as text."""
@@ -136,8 +181,13 @@ class Divisions(Displayed):
             "batch": self.batch,
             "precision": here.precision,
             "gradients": here.gradients,
+            "pipeline_only": self.pipeline_only,
+            "fsdp": here.shard_weights,
             "fits": True,
+            "is_tight": self.is_tight,
+            "needs_own_code": self.needs_own_code,
             "needed_bytes": self.needed_bytes,
+            "left_bytes": self.left_bytes,
             "memory_bytes": self.memory_bytes,
             "ways": self.ways,
             "too_large": self.too_large,
@@ -184,9 +234,10 @@ def _row(choice: Division) -> str:
     gpus=WHOLE,
     batch=optional(WHOLE),
     precision=str,
-    gradients=str,
+    gradients=optional(str),
     overlap_tp=bool,
     pipeline_only=bool,
+    fsdp=bool,
     memory=optional(BYTES),
     top=WHOLE,
     efficiency=instance(Efficiency),
@@ -199,9 +250,10 @@ def divide(
     gpus: int,
     batch: int | None = None,
     precision: str = "bf16",
-    gradients: str = "fp32",
+    gradients: str | None = None,
     overlap_tp: bool = False,
     pipeline_only: bool = False,
+    fsdp: bool = False,
     memory: int | str | None = None,
     top: int = 10,
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
@@ -218,9 +270,12 @@ def divide(
         gpus: number of GPUs.
         batch: sequences per step, over all replicas; by default that of the model's published training.
         precision: "bf16", or "fp8" for the products of linear layers.
-        gradients: precision of weight gradients and their sums, "fp32" or "bf16".
+        gradients: precision of weight gradients and their sums, "fp32" or "bf16"; by default "fp32", and with `pipeline_only` "bf16",
+                    the precision of weights.
         overlap_tp: whether tensor-parallel communication overlaps with matrix products wherever possible.
-        pipeline_only: whether only pipelines and their replicas are tried: tp, cp and ep are 1.
+        pipeline_only: whether only pipelines and their replicas are tried, as `zb.Pipeline` runs an unchanged model: tp, cp and ep
+                    are 1, and each replica keeps the whole optimizer state.
+        fsdp: whether FSDP2 shards weights, gradients and the optimizer state over the replicas of `pipeline_only`.
         memory: memory limit per GPU, in bytes or as text such as "70GB"; by default all of its memory.
         top: number of results.
         efficiency: fractions of the data sheet figures that operations reach.
@@ -231,9 +286,11 @@ def divide(
     <Divisions of megatron-22b over 64 A100: 7.144 s for 256 x 2,048 tokens, 51.30 % of the peak FLOP/s, 5,934 ways tried>
     """
     batch = _batch_of(model) if batch is None else batch
-    base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, top)
-    limit = base.gpu.memory_bytes if memory is None else as_bytes(memory)
-    question = Question(base, gpus, batch, limit, pipeline_only)
+    if fsdp and not pipeline_only:
+        raise InputError("{argument} needs {needed}", argument="fsdp=True", needed="pipeline_only=True", remedy="give both")
+    whole = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, top)
+    limit = whole.gpu.memory_bytes if memory is None else as_bytes(memory)
+    question = Question(whole, gpus, batch, limit, gradients, pipeline_only, fsdp)
     ways = sorted(question.candidates(efficiency), key=attrgetter("seconds"))
     if not ways:
         raise _indivisible(question, efficiency)
@@ -287,11 +344,11 @@ def _whole_model(
     gpus: int,
     batch: int,
     precision: str,
-    gradients: str,
+    gradients: str | None,
     overlap_tp: bool,
     top: int,
 ) -> Setting:
-    """Returns the undivided setting; raises `InputError` with all faults of the arguments."""
+    """Returns the undivided setting, with gradients in float32 if not given; raises `InputError` with all faults of the arguments."""
     counts = {"gpus": gpus, "batch": batch, "top": top}
     faults = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
     for known in (lambda: known_model(model), lambda: known_gpu(gpu)):
@@ -305,7 +362,7 @@ def _whole_model(
             gpu=known_gpu(gpu),
             overlap_tp=overlap_tp,
             precision=precision,
-            gradients=gradients,
+            gradients=gradients or "fp32",
         )
     raise InputError("{faults}", faults="; ".join(faults))
 
@@ -342,5 +399,5 @@ def _too_large(question: Question, efficiency: Efficiency, ways: int, least: flo
 
 def _advice(options: tuple[str, ...]) -> str:
     if not options:
-        return "nothing that was tried fits (GPUs, batch, sequence, gradients, other GPUs); take a smaller model"
-    return f"it fits {', or '.join(options)}"
+        return f"nothing that was tried fits and leaves {LEFT} (GPUs, batch, sequence, gradients, other GPUs); take a smaller model"
+    return f"it fits and leaves {LEFT} {', or '.join(options)}"

@@ -13,13 +13,13 @@ from zerobubble.cost_model.configuration import known_model
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.held import (
     RUNTIME_BYTES,
-    WEIGHT_BYTES,
     Parameters,
     gradient_bytes,
     halves_of_layer,
     optimizer_bytes,
     parameters_of,
     state_bytes,
+    weight_bytes,
 )
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model
@@ -164,6 +164,8 @@ COUNTS = dict.fromkeys(("tp", "cp", "ep", "pp", "v", "dp", "microbatch"), WHOLE)
     overlap_tp=bool,
     precision=str,
     gradients=str,
+    shard_optimizer=bool,
+    shard_weights=bool,
     shard_gradients=bool,
     gather_keys=bool,
     layers=optional(each(NUMBER)),
@@ -185,6 +187,8 @@ def transformer(
     overlap_tp: bool = False,
     precision: str = "bf16",
     gradients: str = "fp32",
+    shard_optimizer: bool = True,
+    shard_weights: bool = False,
     shard_gradients: bool = False,
     gather_keys: bool = False,
     layers: Sequence[float] | None = None,
@@ -202,7 +206,7 @@ def transformer(
         ep: degree of expert parallelism, among the tp*cp*dp GPUs with the same stages.
         pp: number of ranks of the pipeline.
         v: stages per rank.
-        dp: number of replicas, which shard the optimizer state.
+        dp: number of replicas.
         microbatch: sequences per microbatch.
         recompute: what B recomputes: "none"; "selective", attention between its projections if not fused, and the activation of
                     routed experts; "latent", these and the up-projections of latent attention; or "full", whole layers.
@@ -210,6 +214,9 @@ def transformer(
         overlap_tp: whether tensor-parallel communication overlaps with matrix products wherever possible.
         precision: "bf16", or "fp8" for the products of linear layers.
         gradients: precision of weight gradients and their sums over microbatches and replicas, "fp32" or "bf16".
+        shard_optimizer: whether replicas shard the optimizer state; plain replicas of a `Pipeline` keep all of it.
+        shard_weights: whether replicas shard weights, too, as FSDP2 does in a `Pipeline`: gathered weights and whole gradients are held
+                    during a step, in addition to the shares of weights and summed gradients.
         shard_gradients: whether replicas shard gradients, too, as FSDP does, instead of only the optimizer state. Kernels of their own
                     then sum gradients over microbatches.
         gather_keys: whether context parallelism gathers all keys and values before attention, instead of exchanging them during it.
@@ -236,6 +243,8 @@ def transformer(
         overlap_tp=overlap_tp,
         precision=precision,
         gradients=gradients,
+        shard_optimizer=shard_optimizer,
+        shard_weights=shard_weights,
         shard_gradients=shard_gradients,
         gather_keys=gather_keys,
     )
@@ -248,7 +257,7 @@ def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: 
     kernels = Kernels(setting.gpu, efficiency)
     parameters = tuple(parameters_of_stages(setting, counts))
     totals, experts = tuple(each.total for each in parameters), tuple(each.experts for each in parameters)
-    weights = tuple(WEIGHT_BYTES * count for count in totals)
+    weights = tuple(weight_bytes(setting, each) for each in parameters)
     gradients = tuple(gradient_bytes(setting, each) for each in parameters)
     optimizer = tuple(optimizer_bytes(setting, each) for each in parameters)
     kept = [sum(sizes) for sizes in zip(weights, gradients, optimizer, strict=True)]
@@ -352,7 +361,11 @@ def message_seconds(setting: Setting, kernels: Kernels, inside: bool = False) ->
 
 
 def _sum_over_replicas(setting: Setting, kernels: Kernels, parameters: Parameters) -> float:
-    return sum(kernels.gather(setting.gradient_bytes * count, sharers, near) for count, sharers, near in shared(setting, parameters))
+    """Returns the seconds of a reduce-scatter of gradients, and of a gather of the sums if each replica updates all parameters."""
+    collectives = 1 if setting.shard_optimizer else 2
+    return collectives * sum(
+        kernels.gather(setting.gradient_bytes * count, sharers, near) for count, sharers, near in shared(setting, parameters)
+    )
 
 
 def _whole(values: Sequence[float], scale: float = 1.0) -> tuple[int, ...]:

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 from zerobubble.cost_model.kernels import HALF
 from zerobubble.cost_model.setting import Setting
+from zerobubble.partition.layers import adam_bytes
 
-WEIGHT_BYTES, STATE_BYTES = 2, 12
-"""Bytes per parameter: in half precision, or in FP8 with a transposed copy, and Adam's two moments and the parameter in float32."""
+WEIGHT_BYTES = 2
+"""Bytes per parameter: in half precision, or in FP8 with a transposed copy."""
+STATE_BYTES = adam_bytes(WEIGHT_BYTES)
 RUNTIME_BYTES = 2 * 2**30
 """Bytes on each GPU outside PyTorch's allocator: the CUDA context and the buffers of communicators.
 
@@ -122,9 +124,18 @@ def halves_of_layer(setting: Setting, routed: bool) -> tuple[Parameters, Paramet
 
 
 def optimizer_bytes(setting: Setting, parameters: Parameters) -> int:
-    """Returns the bytes of optimizer state, sharded over GPUs with the same parameters."""
-    common, experts = -(-STATE_BYTES * parameters.common // setting.sharers), -(-STATE_BYTES * parameters.experts // setting.expert_sharers)
-    return common + experts
+    """Returns the bytes of optimizer state, whole or sharded over GPUs with the same parameters."""
+    common, experts = (STATE_BYTES * count for count in parameters)
+    return -(-common // setting.sharers) + -(-experts // setting.expert_sharers) if setting.shard_optimizer else common + experts
+
+
+def weight_bytes(setting: Setting, parameters: Parameters) -> int:
+    """Returns the bytes of weights. If they are sharded, the share of weights and summed gradients comes in addition to gathered ones."""
+    whole = WEIGHT_BYTES * parameters.total
+    if not setting.shard_weights or setting.sharers == 1:
+        return whole
+    common, experts = ((WEIGHT_BYTES + setting.gradient_bytes) * count for count in parameters)
+    return whole + -(-common // setting.sharers) + -(-experts // setting.expert_sharers)
 
 
 def gradient_bytes(setting: Setting, parameters: Parameters) -> int:
@@ -135,4 +146,4 @@ def gradient_bytes(setting: Setting, parameters: Parameters) -> int:
 
 def state_bytes(setting: Setting, parameters: Parameters) -> int:
     """Returns the bytes of weights, gradients and optimizer state."""
-    return WEIGHT_BYTES * parameters.total + gradient_bytes(setting, parameters) + optimizer_bytes(setting, parameters)
+    return weight_bytes(setting, parameters) + gradient_bytes(setting, parameters) + optimizer_bytes(setting, parameters)

@@ -18,6 +18,8 @@ from zerobubble.cost_model.step import LongStep, Shapes
 SMALL = 16
 """Each number of GPUs up to this is tried, then powers of two times those given."""
 MOST_DOUBLINGS = 5
+MARGIN = 0.1
+"""Share of a GPU's memory to leave for what estimates do not count: temporary memory of passes, and fragmentation of the allocator."""
 SHORTEST = 512
 """Fewest tokens of a sequence to try."""
 MOST_PLAYED = 32
@@ -26,13 +28,30 @@ MOST_PLAYED = 32
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model, undivided, the GPUs and sequences of a step, and the bytes of each GPU."""
+    """A model, undivided, the GPUs and sequences of a step, and the bytes of each GPU.
 
-    base: Setting
+    Pipelines alone are those of `zb.Pipeline`: gradients have by default the precision of weights, and replicas shard the optimizer state
+    only if `fsdp`, together with weights. Other divisions sum gradients in float32 by default, and shard the optimizer state.
+    """
+
+    model: Setting
     gpus: int
     batch: int
     limit: int
+    gradients: str | None = None
     pipeline_only: bool = False
+    fsdp: bool = False
+
+    @property
+    def base(self) -> Setting:
+        """The undivided setting."""
+        gradients = self.gradients or ("bf16" if self.pipeline_only else "fp32")
+        return replace(self.model, gradients=gradients, shard_optimizer=self.fsdp or not self.pipeline_only, shard_weights=self.fsdp)
+
+    @property
+    def roomy(self) -> float:
+        """The bytes of a GPU, except the `MARGIN` for what estimates do not count."""
+        return (1 - MARGIN) * self.limit
 
     def candidates(self, efficiency: Efficiency, *, smallest: bool = False) -> Iterator[Candidate]:
         """Yields every way to divide the model, or only those with the fewest bytes."""
@@ -61,7 +80,7 @@ class PlayedMemory:
 
 
 def options_that_fit(question: Question, efficiency: Efficiency, *, fewer: bool = False) -> tuple[str, ...]:
-    """Returns options of the command line with which the model fits: the first of each kind, or another GPU if no other option does.
+    """Returns options of the command line with which the model fits and leaves the `MARGIN`: the first of each kind, or another GPU.
 
     With `fewer`, fewer GPUs are tried, too.
     """
@@ -69,7 +88,7 @@ def options_that_fit(question: Question, efficiency: Efficiency, *, fewer: bool 
     can_be_shorter = shorter and _fits(shorter[-1][1], efficiency)
     kinds = (
         *(_fewer_gpus(question) if fewer else (), _gpus(question), _batch(question)),
-        *(shorter if can_be_shorter else (), _gradients(question), _memory(question), _beyond_pipelines(question)),
+        *(shorter if can_be_shorter else (), _gradients(question), _sharded(question), _memory(question), _beyond_pipelines(question)),
     )
     options = tuple(option for kind in kinds for option in _first_that_fits(kind, efficiency))
     return options or _first_that_fits(_other_gpu(question), efficiency)
@@ -81,10 +100,10 @@ def _first_that_fits(changes: Iterable[tuple[str, Question]], efficiency: Effici
 
 
 def _fits(question: Question, efficiency: Efficiency) -> bool:
-    within = [candidate for candidate in question.candidates(efficiency, smallest=True) if candidate.rank_bytes <= question.limit]
+    within = [candidate for candidate in question.candidates(efficiency, smallest=True) if candidate.rank_bytes <= question.roomy]
     shapes = Shapes()
     played = (PlayedMemory.of(candidate, efficiency, shapes) for candidate in sorted(within, key=attrgetter("rank_bytes")))
-    return any(max(memory.rank_bytes) <= question.limit for memory in islice(played, MOST_PLAYED))
+    return any(max(memory.rank_bytes) <= question.roomy for memory in islice(played, MOST_PLAYED))
 
 
 def _fewer_gpus(question: Question) -> Iterator[tuple[str, Question]]:
@@ -109,18 +128,24 @@ def _sequence(question: Question) -> Iterator[tuple[str, Question]]:
     tokens = question.base.model.sequence // 2
     while tokens >= SHORTEST:
         model = with_sequence(question.base.model, tokens)
-        yield f"with --sequence {tokens} --batch {question.batch}", replace(question, base=replace(question.base, model=model))
+        yield f"with --sequence {tokens} --batch {question.batch}", replace(question, model=replace(question.model, model=model))
         tokens //= 2
 
 
 def _beyond_pipelines(question: Question) -> Iterator[tuple[str, Question]]:
     if question.pipeline_only:
-        yield "without --pipeline-only", replace(question, pipeline_only=False)
+        sharded = " and --fsdp" if question.fsdp else ""
+        yield f"without --pipeline-only{sharded}", replace(question, pipeline_only=False, fsdp=False)
 
 
 def _gradients(question: Question) -> Iterator[tuple[str, Question]]:
     if question.base.gradients != "bf16":
-        yield "with --gradients bf16", replace(question, base=replace(question.base, gradients="bf16"))
+        yield "with --gradients bf16", replace(question, gradients="bf16")
+
+
+def _sharded(question: Question) -> Iterator[tuple[str, Question]]:
+    if question.pipeline_only and not question.fsdp:
+        yield "with --fsdp", replace(question, fsdp=True)
 
 
 def _memory(question: Question) -> Iterator[tuple[str, Question]]:
@@ -132,4 +157,4 @@ def _memory(question: Question) -> Iterator[tuple[str, Question]]:
 def _other_gpu(question: Question) -> Iterator[tuple[str, Question]]:
     for gpu in sorted(GPUS.values(), key=attrgetter("memory_bytes")):
         if gpu.memory_bytes > question.limit and question.base.precision in dict(gpu.flops):
-            yield f"with --gpu {gpu.name}", replace(question, base=replace(question.base, gpu=gpu), limit=gpu.memory_bytes)
+            yield f"with --gpu {gpu.name}", replace(question, model=replace(question.model, gpu=gpu), limit=gpu.memory_bytes)

@@ -66,6 +66,8 @@ class Setting:
     overlap_tp: bool = False
     precision: str = "bf16"
     gradients: str = "fp32"
+    shard_optimizer: bool = True
+    shard_weights: bool = False
     shard_gradients: bool = False
     gather_keys: bool = False
 
@@ -92,6 +94,10 @@ class Setting:
             yield "precision", self.gpu.unsupported(self.precision)
         if self.gradients not in GRADIENT_BYTES:
             yield "gradients", f"gradients must be {' or '.join(map(repr, GRADIENT_BYTES))}, got {self.gradients!r}"
+        if self.shard_gradients and not self.shard_optimizer:
+            yield "shard_gradients", "shard_gradients=True needs shard_optimizer=True: a GPU updates the parameters whose gradients it has"
+        if self.shard_weights and (self.shard_gradients or not self.shard_optimizer):
+            yield "shard_weights", "shard_weights=True needs shard_optimizer=True and shard_gradients=False: FSDP2 sums whole gradients"
         if self.gather_keys and self.cp == 1:
             yield "gather_keys", "gather_keys is for context parallelism, which cp=1 does not have: leave it out"
 
@@ -242,7 +248,7 @@ class Setting:
 
     @property
     def sharers(self) -> int:
-        """Number of GPUs with the same parameters, which reduce gradients and shard the optimizer state."""
+        """Number of GPUs with the same parameters, which sum gradients and may shard the optimizer state."""
         return self.cp * self.dp
 
     @property

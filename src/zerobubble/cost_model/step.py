@@ -24,7 +24,7 @@ from zerobubble.units import show_bytes, show_percent
 from zerobubble.verify import checked
 
 UPDATE_BYTES = {"fp32": 54, "bf16": 60}
-"""Bytes per parameter that the sharded optimizer step reads and writes.
+"""Bytes per parameter that the optimizer step reads and writes.
 
 Casts gradients to float32 if necessary (6), checks and scales them (8), computes their norm (4), clips them (8), runs Adam, which reads a
 gradient, a parameter and two moments and writes the latter three (28), and casts parameters to half precision (6).
@@ -97,13 +97,14 @@ def step_estimate(
 
 
 def update_seconds(setting: Setting, kernels: Kernels, parameters: Parameters) -> float:
-    """Returns the seconds of the optimizer step on a rank, including the gather of updated parameters.
+    """Returns the seconds of the optimizer step on a rank, including the gather of updated parameters if they are sharded for it.
 
     It also zeroes the gradients.
     """
+    update, sharded = UPDATE_BYTES[setting.gradients], setting.shard_optimizer
     return sum(
-        kernels.memory_traffic(count * (UPDATE_BYTES[setting.gradients] / sharers + setting.gradient_bytes))
-        + kernels.gather(WEIGHT_BYTES * count, sharers, neighbors)
+        kernels.memory_traffic(count * (update / (sharers if sharded else 1) + setting.gradient_bytes))
+        + (kernels.gather(WEIGHT_BYTES * count, sharers, neighbors) if sharded else 0.0)
         for count, sharers, neighbors in shared(setting, parameters)
     )
 

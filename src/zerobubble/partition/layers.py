@@ -17,6 +17,13 @@ FORM = "zerobubble layers 1"
 """The format of the JSON form of layers."""
 Cuts = tuple[int, ...]
 """The first layer of each stage except the first: S - 1 ascending numbers in 1 to L - 1 for S stages of L layers."""
+ADAM_BYTES, MASTER_BYTES = 8, 4
+"""Bytes per trained element: Adam's two moments in float32, and the float32 copy that is trained instead of an element with 16 bits."""
+
+
+def adam_bytes(element: int) -> int:
+    """Returns the bytes of Adam for an element of a parameter that is stored in `element` bytes."""
+    return ADAM_BYTES + (MASTER_BYTES if element < MASTER_BYTES else 0)
 
 
 @takes()

@@ -17,6 +17,7 @@ from zerobubble.costs import OFFLOADABLE, Costs
 from zerobubble.errors import InputError, shown
 from zerobubble.ir import Kind, Placement
 from zerobubble.partition import Layer
+from zerobubble.partition.layers import adam_bytes
 from zerobubble.runtime.measure.memory_meter import storages_of
 from zerobubble.runtime.measure.profile import (
     MeasuredHead,
@@ -218,12 +219,6 @@ def _layer(part: Part, cost: PartCost, message: int) -> Layer:
     return Layer(*cost, kept, message, part.name.removeprefix(f"{part.block}."), part.block)
 
 
-ADAM_BYTES = 8
-"""The bytes of Adam's two moments for an element of a parameter, in float32."""
-MASTER_BYTES = 4
-"""The bytes of the float32 copy that is trained instead of an element with 16 bits."""
-
-
 def trained_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Returns the bytes of these parameters, including gradients and Adam's state for those that require a gradient."""
     return sum(_own_bytes(parameter) + parameter.numel() * _training_bytes(parameter) for parameter in parameters)
@@ -246,4 +241,4 @@ def untrained_bytes(module: nn.Module) -> int:
 def _training_bytes(parameter: nn.Parameter) -> int:
     if not parameter.requires_grad:
         return 0
-    return parameter.element_size() + ADAM_BYTES + (MASTER_BYTES if parameter.element_size() < MASTER_BYTES else 0)
+    return parameter.element_size() + adam_bytes(parameter.element_size())
