@@ -268,17 +268,26 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_the_pipeline_goes_on(world: R
         assert part in text
 
 
-def short_where_others_begin(group: Any) -> str:
-    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+def short_where_others_begin(group: Any, schedule: str) -> tuple[str, float, str]:
+    """The errors of short targets that all ranks are given, and that only the last rank is given, and the loss of a step in between."""
+    with zb.Pipeline(build, schedule, 4, loss_fn, group=group) as pipe:
         inputs, targets = batch(4)
-        with pytest.raises(zb.PipelineError) as caught:
+        with pytest.raises(zb.InputError) as open_error:
             pipe.step(inputs, targets[:3])
-    return str(caught.value)
+        loss = pipe.step(inputs, targets).item()
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(inputs, targets[:3] if pipe.rank else None)
+    return str(open_error.value), loss, str(caught.value)
 
 
-def test_targets_that_cannot_be_cut_end_a_step_that_others_have_begun(world: Ranks) -> None:
-    for text in world.run(short_where_others_begin, ranks=2):
-        states(text, 3, 4, "microbatches")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_targets_that_cannot_be_cut_end_only_a_step_that_others_have_begun(world: Ranks, schedule: str) -> None:
+    (first, loss, _), (other, same, _) = found = world.run(short_where_others_begin, schedule, ranks=2)
+    assert first == other
+    assert loss == same
+    for open_error, _, closing in found:
+        states(open_error, 3, 4, "microbatches")
+        states(closing, 3, 4, "microbatches")
 
 
 def wrong_loops(group: Any) -> tuple[str, str]:

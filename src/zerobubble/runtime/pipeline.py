@@ -282,10 +282,11 @@ class Pipeline(RefusesModuleCalls):
         Any given tensor that requires a gradient gets it after the last pass, on the rank that gives it.
 
         Raises `InputError`, and the pipeline stays open, if no rank can make the call: for an unknown argument, a schedule without backward
-        passes or without this number of microbatches, inputs that cannot be split, inside `torch.no_grad()`, and if another thread uses the
-        pipeline; also after a step in which no loss requires a gradient. Raises `PipelineError` on every rank if any rank fails, or is
-        called differently from the others. Targets and `kwargs` of another batch size than the inputs are such a failure, which closes the
-        pipeline: their ranks compare sizes once the step has begun. So are targets that their rank refuses after others have begun.
+        passes or without this number of microbatches, inputs or targets that cannot be split, inside `torch.no_grad()`, and if another
+        thread uses the pipeline; also after a step in which no loss requires a gradient. Raises `PipelineError` on every rank if any rank
+        fails, or is called differently from the others. Targets and `kwargs` of another batch size than the inputs are such a failure,
+        which closes the pipeline: their ranks compare sizes once the step has begun. So are targets that cannot be split if the first rank
+        was not given any.
         """
         loss = self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
         if self._steps.num_ranks > 1:

@@ -56,11 +56,20 @@ class RankInputs:
         refuse_other_kwargs(self._given.kwargs)
         names = positional_names(self._modules, self._given.batch_dims)
         inputs = self._split(self._given.inputs, "inputs", names) if self.is_first else NO_BATCH
-        targets = self._split(self._given.targets, "targets") if self.is_last and self._given.targets is not None else NO_BATCH
+        targets = self._targets()
         if self.is_first:
             self.named = self._named(inputs.batch_size, inputs)
         self.batch, self.targets = self._placed("inputs", inputs), self._placed("targets", targets)
         self.arguments = [as_arguments(microbatch) for microbatch in self.batch.microbatches]
+
+    def _targets(self) -> SplitBatch:
+        """Cuts the targets. The first rank checks those that it is given: their rank would refuse them once others have begun the step."""
+        if self._given.targets is None or not (self.is_first or self.is_last):
+            return NO_BATCH
+        if self.is_last:
+            return self._split(self._given.targets, "targets")
+        split_batch(self._given.targets, self._count, "targets", InputGradients(), self._given.batch_dims)
+        return NO_BATCH
 
     def know_size(self, size: int, of_rank: int) -> None:
         """Cuts the rest, now that the batch of the first rank, `of_rank`, is known to have this `size`; raises `InputError` for another."""
