@@ -115,7 +115,7 @@ def balanced_layers(placement: Placement, num_layers: int) -> tuple[str, ...]:
     """
     stages, ranks = placement.num_stages, placement.num_ranks
     if placement.routes != Placement.looped(ranks, max(1, stages // ranks)).routes:
-        remedy = "plan with --placement linear,looped-2 (placement= in Python)"
+        remedy = "plan with --placement linear,looped-2 (placements= in Python)"
         raise InputError("Megatron's layout needs a linear or looped placement, got {got}", got=placement.name, remedy=remedy)
     return even_stages(stages, num_layers)
 
