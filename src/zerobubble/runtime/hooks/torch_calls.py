@@ -67,7 +67,7 @@ def _norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 gradients = (runner.gradients.get(parameter) for parameter in parameters)
                 owned = {id(tensor) for tensor in (*parameters, *gradients) if tensor is not None}
                 if _open_ranks(runner) > 1 and any(id(tensor) in owned for tensor in held):
-                    _refuse_norm("the norm", _open_ranks(runner), "max_norm")
+                    _refuse_norm("the norm", runner, "max_norm")
         return original(held, *args, **kwargs)
 
     return norm
@@ -78,9 +78,9 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
     def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, *args: Any, **kwargs: Any) -> None:
         """Refuses the parameters of one rank of a pipeline: their norm is not that of the model."""
         held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for ranks in map(_open_ranks, (owner for owner, _ in owners_of(held))):
-            if ranks > 1:
-                _refuse_norm("clip_grad_norm_ of torch clips by the norm", ranks, str(max_norm))
+        for owner, _ in owners_of(held):
+            if _open_ranks(owner) > 1:
+                _refuse_norm("clip_grad_norm_ of torch clips by the norm", owner, str(max_norm))
         original(held, max_norm, *args, **kwargs)
 
     return clip
@@ -95,14 +95,15 @@ def _grouping(original: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any
     return group
 
 
-def _refuse_norm(what: str, ranks: int, max_norm: str) -> NoReturn:
+def _refuse_norm(what: str, runner: StepRunner, max_norm: str) -> NoReturn:
     raise InputError(
         "{what} of the stages of one rank of {ranks} is not the norm of the model",
         argument="parameters",
         what=what,
         expected="the parameters of the whole model",
-        ranks=ranks,
-        remedy=f"call pipe.clip_grad_norm_({max_norm}) on every rank, which returns the norm of all gradients; inf clips nothing",
+        ranks=_open_ranks(runner),
+        remedy=f"call {runner.cut_model.pipe}.clip_grad_norm_({max_norm}) on every rank, which returns the norm of all gradients; inf "
+        "clips nothing",
     )
 
 

@@ -73,13 +73,13 @@ class CutModel:
     Attributes:
         remedy: How a training framework saves the model, for errors.
         instead: What to do instead of using values, for errors. By default, to gather the model.
-        pipe: How the user's code names the pipeline, for errors.
+        pipe, loss_name: How the user's code names the pipeline and the function of the loss, for errors.
         opened: The channels through which weights were gathered before.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], rank: int, loss_fn: object = None) -> None:
         self.remedy = self.instead = ""
-        self.pipe = "pipe"
+        self.pipe, self.loss_name = "pipe", "loss_fn"
         self.opened: set[Channel] = set()
         self._modules = modules
         self._rank = rank

@@ -94,7 +94,8 @@ class LossReads:
         penalty = _PENALTY.format(pipe=self._cut_model.pipe)
         return self.note(
             InputError(
-                "loss_fn reads {name!r}, which is of another rank's stage, and the gradient of this term would be lost",
+                "{function} reads {name!r}, which is of another rank's stage, and the gradient of this term would be lost",
+                function=self._cut_model.loss_name,
                 name=name,
                 remedy=self._cut_model.instead or f"{penalty}, {_ADD}, or {_RETURN}",
             )
