@@ -1,11 +1,15 @@
-"""Makes the module whole on every rank before the hooks of Lightning's callbacks that read or change all weights."""
+"""Makes the module whole before the hooks of Lightning's callbacks that read or change all weights, and at the end of `fit`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
+
+from zerobubble.integrations.whole_model import replaced
 
 AT_EPOCHS = (callbacks.BaseFinetuning, callbacks.StochasticWeightAveraging)
 """Callbacks that use the weights at the start of an epoch."""
@@ -13,37 +17,35 @@ AVERAGES = getattr(callbacks, "WeightAveraging", ())
 """Callbacks that average the weights after steps or epochs, and exchange them for the averages during validation; from Lightning 2.6 on."""
 
 
-class WholeForCallbacks(pl.Callback):
-    """The first callback. The next training step releases the weights of other ranks' stages again."""
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if any(isinstance(callback, AT_EPOCHS) for callback in _callbacks(trainer)):
-            _make_whole(trainer)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if any(average.should_update(step_idx=trainer.global_step - 1) for average in _averages(trainer)):
-            _make_whole(trainer)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if any(average.should_update(epoch_idx=trainer.current_epoch) for average in _averages(trainer)):
-            _make_whole(trainer)
-
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if _averages(trainer):
-            _make_whole(trainer)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.strategy.runner.make_whole()
+def whole_for_callbacks(trainer: pl.Trainer) -> ExitStack:
+    """Returns a context in which the module is whole in these hooks. The next training step releases weights of other ranks again."""
+    stack = ExitStack()
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        hooks = {name: _whole_in(trainer, getattr(callback, name), is_due) for name, is_due in _hooks_of(trainer, callback).items()}
+        stack.enter_context(replaced(callback, **hooks))
+    end = _whole_in(trainer, trainer.fit_loop.on_run_end, lambda: True)
+    stack.enter_context(replaced(trainer.fit_loop, on_run_end=end))
+    return stack
 
 
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    return trainer.callbacks
+def _hooks_of(trainer: pl.Trainer, callback: Any) -> dict[str, Callable[[], bool]]:
+    """Returns the hooks of a callback that use the weights, and whether they do now."""
+    if isinstance(callback, AT_EPOCHS):
+        return {"on_train_epoch_start": lambda: True}
+    if not isinstance(callback, AVERAGES):
+        return {}
+    return {
+        "on_train_batch_end": lambda: callback.should_update(step_idx=trainer.global_step - 1),
+        "on_train_epoch_end": lambda: callback.should_update(epoch_idx=trainer.current_epoch),
+        "on_validation_epoch_start": lambda: True,
+    }
 
 
-def _averages(trainer: pl.Trainer) -> list[Any]:
-    return [callback for callback in _callbacks(trainer) if isinstance(callback, AVERAGES)]
+def _whole_in(trainer: pl.Trainer, hook: Callable[..., Any], is_due: Callable[[], bool]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        runner = trainer.strategy.runner
+        if is_due() and not runner.is_whole:
+            runner.make_whole()
+        return hook(*args, **kwargs)
 
-
-def _make_whole(trainer: pl.Trainer) -> None:
-    if trainer.strategy.runner.is_released:
-        trainer.strategy.runner.make_whole()
+    return call
