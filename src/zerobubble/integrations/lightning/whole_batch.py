@@ -142,7 +142,11 @@ class WholeBatch:
     def _log_fault(self, entries: Sequence[Entry], again: Sequence[Entry], parts: Parts, tolerance: float) -> Fault | None:
         """Returns the first logged number that follows by no rule. A number of Python that another run logs differently is none."""
         for entry, other in zip(entries, again, strict=False):
-            if isinstance(entry.value, Metric) or sum(others.name == entry.name for others in entries) > 1:
+            if sum(others.name == entry.name for others in entries) > 1:
+                continue
+            if isinstance(entry.value, Metric):
+                if fault := self._metric_fault(entry, parts, tolerance):
+                    return fault
                 continue
             whole = float(entry.value)
             values = {rule: self._by(rule, entry.name, parts) for rule in (self.rules.get(entry.name, ""), *RULES)}
@@ -153,10 +157,23 @@ class WholeBatch:
                 return Fault(f"the logged value {entry.name!r}", values[""] or 0.0, whole)
         return None
 
+    def _metric_fault(self, entry: Entry, parts: Parts, tolerance: float) -> Fault | None:
+        """Returns the fault of a Metric whose value in the step, if it is logged, is not the mean over microbatches."""
+        found = self._merged("", entry.name, parts)
+        mean = found.value.state.get("_forward_cache") if found else None
+        if mean is None or entry.cache is None or entry.options.get("on_step") is False:
+            return None
+        whole, value = float(entry.cache), float(mean)
+        return None if are_near(value, whole, tolerance, [value]) else Fault(f"the logged value {entry.name!r}", value, whole)
+
     def _by(self, rule: str, name: str, parts: Parts) -> float | None:
+        found = self._merged(rule, name, parts)
+        return float(found.value) if found else None
+
+    def _merged(self, rule: str, name: str, parts: Parts) -> Entry | None:
         logs = [[entry for entry in of_one if entry.name == name] for of_one in parts.logs]
         found = merged(parts._replace(logs=logs), self.module, {name: rule})
-        return float(found[0].value) if found else None
+        return found[0] if found else None
 
 
 def joined_in_views(values: Sequence[Any], sizes: Sequence[int], views: int) -> Any:
