@@ -20,14 +20,17 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassF1Score
 
 import zerobubble as zb
 from tests.integrations.ranks import outcomes, run_program
-from tests.integrations.train_with_lightning import CASES, STEPS, WIDTH, Classifier, Denoiser
+from tests.integrations.train_with_lightning import CASES, CLASSES, STEPS, WIDTH, Classifier, Denoiser
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
 from zerobubble import InputError, PipelineError
@@ -456,7 +459,7 @@ class Keeper(Faulty):
         (lambda self, x: setattr(self, "center", self.center + 1), "self.center"),
         (lambda self, x: setattr(Meter, "total", Meter.total + 1), "Meter.total"),
         (lambda self, x: METERS.append(len(x)), f"{__name__}.METERS"),
-        (lambda self, x: self.trainer.callbacks[-1].rows.append(len(x)), "callbacks[1].rows"),
+        (lambda self, x: self.trainer.callbacks[-1].rows.append(len(x)), "callbacks[0].rows"),
     ],
     ids=["meter", "dict", "namespace", "deque", "array", "private", "metric", "buffer", "assigned", "class", "global", "callback"],
 )
@@ -464,6 +467,67 @@ def test_state_that_a_training_step_changes_is_an_error(update: Any, stated: str
     one_rank.callbacks.append(Kept())
     with raises(InputError, "training_step", stated, "on_train_batch_end"):
         one_rank.fit(Keeper(kept(update)), data())
+
+
+def test_the_callbacks_of_a_trainer_are_those_of_the_user(one_rank: lightning.Trainer) -> None:
+    before = list(one_rank.callbacks)
+    one_rank.fit(Classifier(), data())
+    assert one_rank.callbacks == before
+
+
+def labels(x: Tensor) -> Tensor:
+    return x[:, :CLASSES].argmax(1) * x[:, CLASSES].gt(0)
+
+
+class Scored(Faulty):
+    """Logs a metric that is no mean over samples."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__(kept(lambda self, x: self.score(x)))
+        self.f1, self.options = MulticlassF1Score(CLASSES, average="macro"), options
+
+    def score(self, x: Tensor) -> None:
+        self.f1(x[:, :CLASSES], labels(x))
+        self.log("f1", self.f1, **self.options)
+
+
+@pytest.mark.refuses("a Metric per step that is no mean over microbatches")
+@pytest.mark.parametrize("options", [{}, {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch": True}])
+def test_a_metric_is_that_of_one_device_or_an_error(options: dict[str, bool], one_rank: lightning.Trainer) -> None:
+    refused = raises(InputError, "training_step", "'f1'", "on_step=False") if options.get("on_step", True) else nullcontext()
+    with refused:
+        one_rank.fit(Scored(**options), data())
+    if not options.get("on_step", True):
+        x = data().dataset.tensors[0]
+        expected = MulticlassF1Score(CLASSES, average="macro")(x[:, :CLASSES], labels(x))
+        assert float(one_rank.callback_metrics["f1"]) == pytest.approx(float(expected))
+
+
+class Printing(Faulty):
+    """Logs on the first rank only, and with `direct` by its logger."""
+
+    def __init__(self, direct: Callable[[Any], object]) -> None:
+        super().__init__(kept(lambda self, x: self.write(x)))
+        self.direct = direct
+
+    def write(self, x: Tensor) -> None:
+        if self.trainer.is_global_zero and self.global_rank == 0:
+            self.log("mean", x.mean(), on_epoch=True)
+        self.on_first_rank(x)
+        if self.logger is not None and self.logger.log_dir:
+            self.direct(self.logger)
+
+    @rank_zero_only
+    def on_first_rank(self, x: Tensor) -> None:
+        self.log("decorated", x.mean(), on_epoch=True)
+
+
+@pytest.mark.refuses("writing with self.logger in training_step")
+@pytest.mark.parametrize("direct", [lambda logger: logger.log_metrics({"x": 1.0}), lambda logger: logger.experiment.log_metrics({})])
+def test_a_training_step_that_writes_with_its_logger_is_an_error(direct: Any, one_rank: lightning.Trainer) -> None:
+    one_rank.logger = CSVLogger(one_rank.default_root_dir)
+    with raises(InputError, "training_step", "self.log", "on_train_batch_end"):
+        one_rank.fit(Printing(direct), data())
 
 
 class Kept(lightning.Callback):

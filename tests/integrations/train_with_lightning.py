@@ -38,6 +38,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -84,7 +85,17 @@ class Classifier(lightning.LightningModule):
         x, y = batch
         loss = functional.cross_entropy(self.model(x), y)
         self.log("train_loss", loss, sync_dist=True)
+        self.log_on_first_rank(loss)
         return loss
+
+    def log_on_first_rank(self, loss: Tensor) -> None:
+        if self.trainer.is_global_zero:
+            self.log("first_rank", loss)
+        self.log_alone(loss)
+
+    @rank_zero_only
+    def log_alone(self, loss: Tensor) -> None:
+        self.log("alone", 2 * loss)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -147,17 +158,6 @@ class Evaluated(Classifier):
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Averaged(Evaluated):
-    """Its callback finds the learning rate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.1
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Manual(Classifier):
@@ -241,6 +241,17 @@ class Tempered(Evaluated):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x) / self.temperature
+
+
+class Averaged(Tempered):
+    """Its callback finds the learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Drawn(Classifier):

@@ -1,4 +1,7 @@
-"""Runs `training_step` for one microbatch without effects on the rest of training: it logs to a list, and steps no optimizer."""
+"""Runs `training_step` for one microbatch without effects on the rest of training: it logs to a list, and steps no optimizer.
+
+It runs as on the first rank of the pipeline, since its logs are those of the batch, on every rank.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.loggers.logger import _DummyExperiment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.logs import Entry
 from zerobubble.integrations.whole_model import replaced
 
@@ -25,9 +31,15 @@ class BackwardCalledError(BaseException):
 
 
 @contextmanager
-def isolated(module: pl.LightningModule, entries: list[Entry]) -> Iterator[None]:
-    """A context in which `module` logs to `entries` only, and `manual_backward` raises `BackwardCalledError`."""
+def isolated(module: pl.LightningModule, entries: list[Entry], *, runs_again: bool = False) -> Iterator[None]:
+    """A context in which `module` logs to `entries` only, and `manual_backward` raises `BackwardCalledError`.
+
+    Loggers write nothing. If the code does not run again for the whole batch, which says so on all ranks, writing raises `InputError`.
+    """
     entries.clear()
+    refused_in = "" if runs_again or not module.automatic_optimization else f"{type(module).__name__}.training_step"
+    loggers = [_MutedLogger(logger, refused_in) for logger in module.trainer.loggers]
+    strategy: Any = module.trainer.strategy
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
@@ -44,8 +56,37 @@ def isolated(module: pl.LightningModule, entries: list[Entry]) -> Iterator[None]
     if not module.automatic_optimization:
         instead |= {"manual_backward": manual_backward, "toggle_optimizer": nothing, "untoggle_optimizer": nothing}
         instead |= {"optimizers": lambda *args, **kwargs: _muted(type(module).optimizers(module, *args, **kwargs))}
-    with replaced(module, **instead):
+    with (
+        replaced(module, **instead),
+        replaced(module.trainer, _loggers=loggers),
+        replaced(strategy, rank_in_step=strategy.first_rank),
+        replaced(rank_zero_only, rank=strategy.first_rank),
+    ):
         yield
+
+
+class _MutedLogger:
+    """A `logger` that writes nothing; with `refused_in`, the name of the user's function, writing raises `InputError`."""
+
+    def __init__(self, logger: Any, refused_in: str) -> None:
+        self._logger, self._refused_in = logger, refused_in
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        writes = name == "experiment" or (name.startswith("log_") and callable(getattr(type(self._logger), name, None)))
+        if not writes:
+            return getattr(self._logger, name)
+        if self._refused_in:
+            raise InputError(
+                "{function} uses self.logger.{name}, and a pipeline runs it for each microbatch, on a rank whose logger writes nothing",
+                function=self._refused_in,
+                name=name,
+                remedy="log numbers by self.log, and let on_train_batch_end write others, from what training_step returns beside 'loss'",
+            )
+        return _DummyExperiment() if name == "experiment" else nothing
 
 
 class _MutedOptimizer:

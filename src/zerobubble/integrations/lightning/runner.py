@@ -63,6 +63,16 @@ from zerobubble.units import named
 
 Arguments = tuple[Any, ...] | dict[str, Any]
 SAME_RUNS = "draw random numbers from the default generators of torch, Python or NumPy, and change no state before the call"
+PENALTIES = (
+    "to log its value, read it in on_train_batch_end inside `with zb.gathered(self):`, which all ranks enter; for a penalty, let "
+    "on_after_backward add its gradients to p.grad for p in self.trainer.strategy.pipeline.parameters()"
+)
+"""What to do in place of a `training_step` that reads parameters of other ranks."""
+BY_HAND = (
+    "call the network once; for other uses, enter `with zb.gathered(self):` on all ranks; networks that train against each other, as in a "
+    "GAN, need a zb.Pipeline each, in your own loop"
+)
+"""What to do in place of a use of parameters of other ranks in a `training_step` with manual optimization."""
 TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
 
 
@@ -105,6 +115,7 @@ class StepRunner:
         self._keeps_outputs = False
         self._num_without_loss = 0
         self.pipe: zb.Pipeline | None = None
+        self.is_whole = True  # whether this rank has the trained values of the whole module, the same on all ranks
 
     # Training
 
@@ -182,12 +193,13 @@ class StepRunner:
             step.draws.parts = parts or step.draws.parts
             self._states_after_call = RandomStates.now(self._device)
             self._seed_rest(step, 0)
+            stack.enter_context(self._advised(BY_HAND))
             return self._whole.numbers.placed(output, self._name, self._device)
 
         if step.states is not None:
             step.states.set()
         draws = step.draws.joined()
-        with replaced(self.network, forward=forward), draws:
+        with ExitStack() as stack, replaced(self.network, forward=forward), draws:
             returned = self._module.training_step(batch, *rest)
         self._gradients = None  # those of a batch for which it does not call manual_backward
         self._restore_states()
@@ -225,7 +237,7 @@ class StepRunner:
         """Returns the step of a batch; None, on all ranks, if `training_step` skips the batch."""
         before = RandomStates.now(self._device)
         draws: list[Draw] = []
-        with unchanged(self._module, ()), metrics_copied(self._module), isolated(self._module, []), Drawing(draws):
+        with unchanged(self._module, ()), metrics_copied(self._module), isolated(self._module, [], runs_again=True), Drawing(draws):
             arguments = self._captured("training_step", batch, *rest)
         after = RandomStates.now(self._device)
         if self._all_skip(arguments is None):
@@ -288,10 +300,11 @@ class StepRunner:
         returned None after the call. A step in which it does so for the first time is repeated for its outputs.
         """
         pipe = self._pipeline(arguments[0])
+        self.is_whole = False
         if self._module.automatic_optimization:  # otherwise, the rest of training_step runs on every rank
             pipe._steps.cut_model.release()
         parameters = self._parameters
-        is_due = not step.is_repeated and self._whole.is_due()
+        step.is_compared = is_due = not step.is_repeated and self._whole.is_due()
         keeps = is_due or self._keeps_outputs or outputs is not None
         outputs = outputs or [None] * len(arguments)
         step.without_loss.clear()
@@ -375,7 +388,8 @@ class StepRunner:
             self._outputs[index] = _detached(output)
         draws = step.draws.of_microbatch(index, in_loss=True)
         states = nullcontext() if step.states is None else states_restored(step.states, self._device)
-        with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]), draws:
+        alone = isolated(self._module, step.logs[index], runs_again=step.is_compared)
+        with replaced(self.network, forward=forward), states, alone, draws, self._advised(PENALTIES):
             loss, extras = loss_of(self._module, step.microbatches[index], step.rest)
         if loss is None:
             loss = _zero(output)
@@ -385,6 +399,11 @@ class StepRunner:
         step.extras[index] = _detached(extras) if extras else {}
         factor = step.share * (len(step.sizes) if self._is_sum else 1)
         return loss if factor == 1 else loss * factor
+
+    def _advised(self, instead: str) -> AbstractContextManager[None]:
+        """Returns a context in which errors for uses of other ranks' parameters say what to do instead."""
+        assert self.pipe is not None
+        return replaced(self.pipe._steps.cut_model, instead=instead)
 
     def _refuse_second_call(self, calls: int) -> None:
         if calls > 1:
@@ -548,8 +567,9 @@ class StepRunner:
                 self.pipe = self._settings.pipeline_of(network, example, self._loss_function(), self._weight, self._mesh)
             network.train(was_training)
             self.pipe._steps.stop_comparing_losses()  # `WholeBatch` does
-            self.pipe._steps.cut_model.pipe = "strategy.pipeline"
-            self.pipe._steps.cut_model.remedy = "call trainer.save_checkpoint on all ranks, or "
+            model = self.pipe._steps.cut_model
+            model.pipe, model.loss_name = "self.trainer.strategy.pipeline", "training_step"
+            model.remedy = "call trainer.save_checkpoint on all ranks, or "
             self._parameters = list(self.pipe.parameters())
             if len(self.pipe.schedule.placement.routes) > 1:
                 raise InputError(TWO_DIRECTIONS, name=self.pipe.schedule.name)
@@ -602,15 +622,11 @@ class StepRunner:
         return gathering(self.pipe._steps, self._module, wanted=True)
 
     def make_whole(self) -> None:
-        """Makes the module whole on every rank, until an optimizer steps. Every rank calls it."""
+        """Makes the module whole on every rank, until the next training step. Every rank calls it."""
         if self.pipe is not None:
             self._share_outside_buffers()
             make_whole(self.pipe, self._module)
-
-    @property
-    def is_released(self) -> bool:
-        """Whether other ranks' parameters are released, the same on all ranks."""
-        return self.pipe is not None and self.pipe._steps.cut_model.is_released
+            self.is_whole = True
 
     def share_outside(self) -> None:
         """Gives every rank the parameters and buffers outside the network, because evaluation uses them there. Every rank calls it."""

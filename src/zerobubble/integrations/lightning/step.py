@@ -35,6 +35,7 @@ class Step:
         skipped: What `training_step` logs for the whole batch, if it returns None for it; None if it returns a loss.
         is_repeated: Whether the passes run a second time.
         lacks_outputs: Whether `training_step` returns None for a microbatch, and the outputs of the step are not kept.
+        is_compared: Whether `training_step` also runs for the whole batch.
         fault: What differs from one call of `training_step` for the batch, if it returns None for a microbatch.
     """
 
@@ -56,6 +57,7 @@ class Step:
     is_repeated: bool = False
     lacks_outputs: bool = False
     fault: Fault | None = None
+    is_compared: bool = False
 
     def __post_init__(self) -> None:
         self.logs = [[] for _ in self.sizes]

@@ -31,7 +31,7 @@ from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_
 from zerobubble.integrations.lightning.runner import StepRunner
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.sigterm import share_stop, stop_together
-from zerobubble.integrations.lightning.whole_for_callbacks import WholeForCallbacks
+from zerobubble.integrations.lightning.whole_for_callbacks import whole_for_callbacks
 from zerobubble.integrations.versions import refuse_wrong_versions
 
 SKIPPED = object()
@@ -84,8 +84,9 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self._backend = process_group_backend
         self._runner: StepRunner | None = None
         self._is_interrupted = False
-        self._writers = ExitStack()
+        self._hooks = ExitStack()
         self.num_nodes = 1
+        self.rank_in_step: int | None = None
         refuse_options(self._settings, data_parallel_size)
 
     @property
@@ -111,6 +112,16 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh["dp"].size(), "rank": self.mesh.get_local_rank("dp")}
+
+    @property
+    def global_rank(self) -> int:
+        """This rank; while `training_step` runs for the whole pipeline, the first rank of it."""
+        return super().global_rank if self.rank_in_step is None else self.rank_in_step
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this pipeline."""
+        return dist.get_process_group_ranks(self.mesh.get_group("pp"))[0]
 
     @property
     def runner(self) -> StepRunner:
@@ -158,9 +169,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         refuse_callbacks(trainer.callbacks)
         stop_together(trainer)
         is_first = self.mesh.get_local_rank("pp") == 0
-        self._writers = written_once(trainer.callbacks, self.on_one_rank if is_first else None)
-        if not any(isinstance(callback, WholeForCallbacks) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, WholeForCallbacks())
+        self._hooks.enter_context(written_once(trainer.callbacks, self.on_one_rank if is_first else None))
+        self._hooks.enter_context(whole_for_callbacks(trainer))
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -248,7 +258,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             self._mesh = None
 
     def teardown(self) -> None:
-        self._writers.close()
+        self._hooks.close()
         if self._runner is not None:
             self._runner.close()
         module: pl.LightningModule | None = self.lightning_module
