@@ -31,7 +31,8 @@ def num_samples(batch: Any, dims: Dims | None = None) -> int:
         "the tensors of a {argument} must have the samples in their first dimension, got {got}",
         argument="batch",
         got=f"sizes {sorted(sizes)}" if sizes else f"{type(batch).__name__} without a tensor",
-        remedy="give tensors in tuples, lists, dicts or dataclasses, of one batch size",
+        remedy="give tensors in tuples, lists, dicts or dataclasses, with one row for each sample: several rows as one by "
+        "tensor.view(samples, k, ...), and what all samples share as a number, or with a first dimension of 1 by tensor[None]",
     )
 
 

@@ -39,7 +39,7 @@ class Fault(NamedTuple):
     parts: float = 0.0
     whole: float = 0.0
     is_sum: bool = False
-    kind: Literal["number", "state", "buffer", "inputs", "draws", "returned", "skipped", "raised", "failed"] = "number"
+    kind: Literal["number", "state", "buffer", "inputs", "draws", "returned", "skipped", "raised", "failed", "part"] = "number"
     draws: bool = False
 
     def error(self, name: str) -> InputError:
@@ -65,6 +65,11 @@ class Fault(NamedTuple):
             "failed": (
                 "{name} fails for a whole batch, with the outputs of its microbatches joined: {what}",
                 "compute the loss of any number of samples, and what needs their number in on_after_batch_transfer",
+            ),
+            "part": (
+                "{name} fails for a microbatch, and not for the whole batch: {what}",
+                "give what all samples share, such as weights of features, with a first dimension of 1, as tensor[None]: a tensor whose "
+                "first dimension has the size of the batch is cut",
             ),
             "returned": (
                 "{name} returns a dict whose {what} does not follow from those of microbatches",

@@ -446,8 +446,13 @@ class StepRunner:
         seed_all(mixed(seed, 1 + index), self._device, seed)
 
     def _arguments_of(self, step: Step, index: int) -> Arguments:
-        with isolated(self._module, step.logs[index]):
-            arguments = self._captured("training_step", step.microbatches[index], *step.rest)
+        try:
+            with isolated(self._module, step.logs[index]):
+                arguments = self._captured("training_step", step.microbatches[index], *step.rest)
+        except InputError:
+            raise
+        except Exception as error:
+            raise Fault(f"{type(error).__name__}: {error}", kind="part").error(self._training_step) from error
         if arguments is None:
             raise Fault("a microbatch", kind="skipped").error(self._training_step)
         return arguments
