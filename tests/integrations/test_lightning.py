@@ -358,8 +358,10 @@ def test_numbers_drawn_after_the_network_are_those_of_the_step(one_rank: lightni
 
 
 def test_a_permutation_of_the_batch_is_one_of_each_microbatch(one_rank: lightning.Trainer) -> None:
-    one_rank.fit(Faulty(mixed), data())
+    with pytest.warns(UserWarning, match="on_after_batch_transfer") as found:
+        one_rank.fit(Faulty(mixed), data())
     assert one_rank.global_step == 3
+    assert sum("on_after_batch_transfer" in str(warning.message) for warning in found) == 1
 
 
 def logged(self: Any, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ Lightning clears gradients after `training_step`. Those of the pipeline are ther
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -73,6 +74,10 @@ BY_HAND = (
     "GAN, need a zb.Pipeline each, in your own loop"
 )
 """What to do in place of a use of parameters of other ranks in a `training_step` with manual optimization."""
+MIXES = (
+    "{name} permutes the samples: each microbatch gets the order of its own samples, and mixes others than one device; to mix the whole "
+    "batch, do it in on_after_batch_transfer"
+)
 TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
 
 
@@ -247,6 +252,8 @@ class StepRunner:
         step.arguments, step.draws.whole, step.states_after = arguments, draws, after
         if draws or not after.is_same_as(before):
             step.states = before
+        if self._is_first and len(step.sizes) > 1 and any(draw.permutes for draw in draws):
+            warnings.warn(MIXES.format(name=self._training_step), stacklevel=2)
         return step
 
     def _all_skip(self, skips: bool) -> bool:
