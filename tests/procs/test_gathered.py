@@ -831,3 +831,29 @@ def observed(group: Any) -> list[float]:
 
 def test_buffers_whose_shapes_come_in_the_first_forward_are_gathered(world: Ranks) -> None:
     assert max(error for errors in world.run(observed, ranks=2) for error in errors) < TOLERANCE
+
+
+def gradients_before_an_optimizer(group: Any) -> tuple[list[str], bool, list[bool]]:
+    """The parameters whose gradients are refused before an optimizer steps, and whether values and own gradients are readable."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)))
+    x = torch.rand(8, 4, dtype=torch.float64)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with zb.Pipeline(zb.split(model, example=x), "1f1b", 4, nn.functional.mse_loss, group=group) as pipe:
+        assert [_error_of(lambda each=each: each.grad) for each in model.parameters()] == [None] * 8  # nothing has trained yet
+        pipe.step(x, x)
+        refused = [name for name, parameter in model.named_parameters() if _error_of(lambda each=parameter: each.grad) is not None]
+        mine = {id(parameter) for parameter in pipe.parameters()}
+        assert refused == [name for name, parameter in model.named_parameters() if id(parameter) not in mine]
+        model.zero_grad()
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+        are_equal = all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+        nn.functional.mse_loss(model(x), x).backward()  # the whole model, on this rank
+        are_given = [parameter.grad is not None for parameter in model.parameters()]
+    return refused, are_equal, are_given
+
+
+def test_gradients_of_other_ranks_are_refused_before_an_optimizer_steps(world: Ranks) -> None:
+    results = world.run(gradients_before_an_optimizer, ranks=2)
+    assert [len(refused) for refused, _, _ in results] == [4, 4]
+    assert all(are_equal and all(are_given) for _, are_equal, are_given in results)

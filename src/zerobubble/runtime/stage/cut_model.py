@@ -188,7 +188,7 @@ class CutModel:
                     model._before_use(name)
 
             for name, tensor in self._of_others():
-                guard(tensor, partial(look, name))
+                guard(tensor, partial(look, name), explain=partial(self._error, name))
 
     def _before_use(self, name: str) -> None:
         if self._refuse_read is not None:

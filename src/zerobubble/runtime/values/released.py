@@ -42,11 +42,15 @@ class _Release(NamedTuple):
 
 
 class _Guard(NamedTuple):
-    """What looks before each use of a guarded tensor, the class of the tensor before, and whether its values are old until overwritten."""
+    """What looks before each use of a guarded tensor, the class of the tensor before, and whether its values are old until overwritten.
+
+    If `explain` is given, reading a missing gradient raises its error.
+    """
 
     look: Callable[[], object]
     kind: type
     is_old: bool
+    explain: Explain | None
 
 
 _RELEASED = "_released"
@@ -85,13 +89,14 @@ def refill(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value
 
 
-def guard(tensor: Tensor, look: Callable[[], object], *, is_old: bool = False) -> None:
+def guard(tensor: Tensor, look: Callable[[], object], *, is_old: bool = False, explain: Explain | None = None) -> None:
     """Makes every use of the values of `tensor` call `look` first. The functions that bypass a released tensor bypass it, too.
 
-    With `is_old`, `look` raises an error, until all values are overwritten.
+    With `is_old`, `look` raises an error, until all values are overwritten. With `explain`, its gradient is that of another rank: unless
+    this rank has computed one, reading it raises `explain("gradient")`, as of a released tensor.
     """
     if not is_released(tensor) and _GUARDED not in tensor.__dict__:
-        tensor.__dict__[_GUARDED] = _Guard(look, type(tensor), is_old)
+        tensor.__dict__[_GUARDED] = _Guard(look, type(tensor), is_old, explain)
         tensor.__class__ = _guarded_kind(type(tensor))
 
 
@@ -320,11 +325,20 @@ def _look_before(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), k
     for tensor, _ in guards:
         _end_guard(tensor)
     try:
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if result is None and func == _get_gradient:
+            _refuse_gradient(args[0], guards[0][1], sys._getframe(1))
+        return result
     finally:
         for tensor, before in guards:
             if not (overwrites and before.is_old and tensor is args[0]):
-                guard(tensor, before.look, is_old=before.is_old)
+                guard(tensor, before.look, is_old=before.is_old, explain=before.explain)
+
+
+def _refuse_gradient(tensor: Tensor, guarded: _Guard, frame: FrameType) -> None:
+    """Raises the error for a missing gradient that another rank has, unless the function that reads it skips missing gradients."""
+    if guarded.explain is not None and tensor.requires_grad and not _skips_missing_gradients(frame):
+        raise guarded.explain("gradient")
 
 
 _OVERWRITING = (Tensor.copy_, Tensor.zero_, Tensor.fill_, _set_data, _set_gradient)
