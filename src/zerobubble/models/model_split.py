@@ -32,6 +32,7 @@ from zerobubble.models.making.factory import MAKES_A_MODEL, ModelFactory
 from zerobubble.models.making.source import ModelSource
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import Dataflow
+from zerobubble.models.observation.drawn_around import REMEDY
 from zerobubble.models.observation.example import Arguments, arguments_of, own_example
 from zerobubble.models.observation.following import Snapshot
 from zerobubble.models.observation.observed_model import ObservedModel
@@ -50,7 +51,7 @@ from zerobubble.runtime.device import move
 from zerobubble.runtime.stage.cut_model import note_model
 from zerobubble.runtime.stage.whole_model import ModelFacts
 from zerobubble.runtime.values.buffers import making_tensors
-from zerobubble.runtime.values.python_state import PythonState
+from zerobubble.runtime.values.python_state import PythonState, named_generators
 from zerobubble.runtime.values.released import is_released
 from zerobubble.runtime.without_weights import refuse_copy
 from zerobubble.units import NS_PER_MS, as_bytes
@@ -216,6 +217,7 @@ class ModelSplit:
         cut = self.cut(num_stages)
         self._refuse_released(cut, stage)
         self._refuse_counts(self._observed.counts() if self._has_routes else ())
+        self._refuse_draws(self._flow.drawn)
         model, units = self._model, self._units
         if not self._source.is_given:
             model = self._source.as_it_is_cut(self._source.with_numbers(self._names.of_stage(cut, stage)))
@@ -235,6 +237,7 @@ class ModelSplit:
             is_alone=is_alone,
             refuse_counts=refuse_counts,
             code_values=self._code_values,
+            refuse_draws=self._refuse_draws,
         )
         made.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
         if self._source.is_given:
@@ -262,6 +265,18 @@ class ModelSplit:
                 routes=len(self._schedule.placement.routes),
                 names=", ".join(map(repr, names)),
                 remedy="choose a schedule with one route, such as zb-v",
+            )
+
+    def _refuse_draws(self, generators: Collection[str]) -> None:
+        """Raises `InputError` if the code around the parts draws from these, under a schedule with several routes, or with slices."""
+        if generators and self._schedule is not None and (self._has_routes or self._schedule.slices > 1):
+            raise InputError(
+                "the model's code draws random numbers between its parts, from {generators}, in the order of microbatches, but schedule "
+                "{schedule!r} {runs}",
+                generators=named_generators(generators),
+                schedule=self._schedule.name,
+                runs="runs them along several routes" if self._has_routes else "runs slices of sequences",
+                remedy=f"{REMEDY}, or choose a schedule with one route and without slices, such as zb-v",
             )
 
     def _refuse_moved_trace(self, device: torch.device) -> None:

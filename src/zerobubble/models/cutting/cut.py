@@ -26,7 +26,7 @@ class Crossings:
 
     `arriving` has for each stage the earlier calls whose outputs it or a later stage needs, `leaving` the calls up to it that later stages
     need. `last_calls` has for each stage the call after which it is finished, None if none of its units is called. `shares_draws` is True
-    if several stages use random numbers drawn by code around the units.
+    if several stages use random numbers of torch drawn by code around the units, or this code reads them.
     """
 
     flow: Dataflow
@@ -70,8 +70,8 @@ def crossings(flow: Dataflow, cut: ModelCut) -> Crossings:
     leaving = tuple(tuple(call for call in home if home[call] <= stage < last_use.get(call, 0)) for stage in stages)
     last_calls = {stage: call for call, stage in home.items()}
     first_use = {source: stage for stage, sources in sorted(users, key=itemgetter(0), reverse=True) for source in sources}
-    shares_draws = any(isinstance(source, RandomDraw) and first_use[source] < stage for source, stage in last_use.items())
-    return Crossings(flow, arriving, leaving, tuple(map(last_calls.get, stages)), shares_draws)
+    are_several = any(isinstance(source, RandomDraw) and first_use[source] < stage for source, stage in last_use.items())
+    return Crossings(flow, arriving, leaving, tuple(map(last_calls.get, stages)), are_several or flow.reads_draws)
 
 
 def units_in_order(flow: Dataflow) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.following import BACKWARD_HOOKS, FORWARD_HOOKS, Changes, Follower, put_entries
 from zerobubble.models.observation.units import Units, belongs_somewhere, join
+from zerobubble.runtime.values.python_places import generator_place
 from zerobubble.runtime.values.released import is_released, values_of
 
 UnitMaker = Callable[[str, nn.Module], nn.Module]
@@ -88,7 +89,7 @@ class _Assembly:
         """
         if self._follower is not None and any("forward" in part.__dict__ for part in given.modules()):
             return given
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = generators_in(given)
         found = copy_of(given, memo)
         for path, module in given.named_modules(prefix=name) if self._follower is not None else ():
             assert self._follower is not None
@@ -178,6 +179,12 @@ class _WithoutParameters:
             self._copy.__dict__.pop(name, None)
             if name in self._module.__dict__:
                 self._copy.__dict__[name] = copy_of(self._module.__dict__[name])
+
+
+def generators_in(module: nn.Module) -> dict[int, Any]:
+    """Returns the random generators that `module` holds, by id: copies share them, since all draw as one model does."""
+    values = (value for part in module.modules() for value in vars(part).values())
+    return {id(value): value for value in values if generator_place("", value) is not None}
 
 
 def follow_children(copy: nn.Module, module: nn.Module, changes: Changes, make: Callable[[str, nn.Module], nn.Module]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +94,9 @@ class Dataflow:
 
     `together` are units between which the model cannot be cut. `changes_inputs` is True if code around the units changes the model's
     arguments in place. `marked` are the units before which it calls `pipe_split()` of torch.distributed.pipelining, with None for a call
-    that no unit follows before the next call or the end.
+    that no unit follows before the next call or the end. `drawn` are the generators of Python, NumPy and the model that this code draws
+    from, by path, with the number of unit calls before the last draw. `reads_draws` is True if it reads random numbers of torch, such as by
+    `item`.
     """
 
     calls: Mapping[UnitCall, CallRecord]
@@ -102,6 +104,8 @@ class Dataflow:
     together: tuple[Together, ...] = ()
     changes_inputs: bool = False
     marked: tuple[str | None, ...] = ()
+    drawn: Mapping[str, int] = field(default_factory=dict)
+    reads_draws: bool = False
 
     @property
     def units(self) -> list[str]:

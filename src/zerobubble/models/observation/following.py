@@ -226,10 +226,11 @@ class _Followed:
             self._before = Snapshot(self._made, contents=self._contents)
 
     def set_by_call(self) -> Changes | None:
-        """Returns what the call has set in the copy, None if that is nothing."""
+        """Returns what the call has set in the copy, besides the mode, which evaluations set; None if that is nothing."""
         if self._made is None or self._before is None or self._before.holds():
             return None
-        return Snapshot(self._made, contents=self._contents).since(self._before)
+        changes = Snapshot(self._made, contents=self._contents).since(self._before)
+        return changes._replace(attributes=[name for name in changes.attributes if name != "training"])
 
     def stale(self) -> dict[str, Any]:
         """Returns the attributes and buffers that the call has set in the copy so far, and that the module has otherwise or not at all."""

@@ -31,6 +31,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.all_parameters import refuse_going_through, show_all_parameters
 from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
+from zerobubble.models.observation.drawn_around import DrawnAround
 from zerobubble.models.observation.following import Follower, Snapshot, frozen_in, is_compound, modules_inside, places_in
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
@@ -40,8 +41,9 @@ from zerobubble.models.observation.stand_in import Current, StandIn, blank, devi
 from zerobubble.models.observation.units import Units, join, modules_outside
 from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.values.added_losses import collecting_losses
+from zerobubble.runtime.values.python_places import Content, generator_place
 from zerobubble.runtime.values.python_state import PythonState
-from zerobubble.runtime.values.random_state import forked
+from zerobubble.runtime.values.random_state import forked, seed_generators
 from zerobubble.runtime.values.shared_values import sent
 
 _REMEMBERED = 64
@@ -159,29 +161,76 @@ class ObservedModel:
         source_tracker = self._tracker(meta=meta)
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # some models change their arguments in place
         given = {source_tracker.note(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for module, mode in self._modes:
-            module.training = training and mode
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        observed = _Observed(source_tracker, self._record, self._states)
-        with self._python.restored():  # the code of parts may change objects outside of their shape-only copies; reads all parameters
-            self._current.forward = observed
-            try:
-                with forked(self._parameters, around), torch.no_grad(), source_tracker, collecting_losses() as added:
-                    at_begin = self._states()
-                    output = self._model(*args, **kwargs)
-                    self._note_changes(at_begin, observed.at_first_call or {})
-                    sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)
-            finally:
-                del self._current.forward
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+        with self._in_mode(training=training):  # the code of parts may change objects outside of their shape-only copies
+            observed = _Observed(source_tracker, self._record, self._states, DrawnAround(self._python.generators()))
+            with (
+                self._buffers_restored(),
+                self._running(observed),
+                forked(self._parameters, around),
+                torch.no_grad(),
+                source_tracker,
+                collecting_losses() as added,
+            ):
+                at_begin = self._states()
+                output = self._model(*args, **kwargs)
+                observed.draws.leave_code(observed.num_calls)
+                self._note_changes(at_begin, observed.at_first_call or {})
+                sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)
             self._note_accumulated(lambda: self._run_again(args, kwargs, around, meta=meta))
         self._separate()
         _refuse_losses(added)
         _refuse_changed_behind(source_tracker.changed_inside)
         _refuse_stale(source_tracker.used & observed.written)
         together = observed.checkpoints.together() + self._sharing(observed.written)
-        return Dataflow(observed.calls(), sources, together, not given.isdisjoint(source_tracker.written), observed.marked())
+        return Dataflow(
+            observed.calls(),
+            sources,
+            together,
+            changes_inputs=not given.isdisjoint(source_tracker.written),
+            marked=observed.marked(),
+            drawn=observed.draws.drawn(),
+            reads_draws=source_tracker.reads_draws,
+        )
+
+    @contextmanager
+    def _in_mode(self, *, training: bool) -> Iterator[None]:
+        """A context for forwards of the copy in this mode, after which the Python state is as before; reads all parameters."""
+        for module, mode in self._modes:
+            module.training = training and mode
+        with self._python.restored():
+            yield
+
+    @contextmanager
+    def _buffers_restored(self) -> Iterator[None]:
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        try:
+            yield
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    @contextmanager
+    def _running(self, observed: _Observed) -> Iterator[None]:
+        self._current.forward = observed
+        try:
+            yield
+        finally:
+            del self._current.forward
+
+    def states_after(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Mapping[str, Content], *, training: bool, seed: int | None
+    ) -> dict[str, Content]:
+        """Returns the states of these generators after a whole forward that begins with `states`, and with torch's default from `seed`."""
+        around = [leaf for leaf in (*self._model.buffers(), *pytree.tree_leaves((args, kwargs))) if isinstance(leaf, Tensor)]
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        with self._lock, self._in_mode(training=training), self._buffers_restored(), forked(self._parameters, around):
+            generators = self._python.generators()
+            for name, content in states.items():
+                generators[name].write(content)
+            if seed is not None:
+                seed_generators(seed, device_of(args, kwargs))
+            self._run(args, kwargs, meta=any(leaf.is_meta for leaf in around))
+            return {name: generators[name].read() for name in states}
 
     def _tracker(self, *, meta: bool) -> SourceTracker:
         tracker = SourceTracker(self._model.named_buffers(), self._held, self._buffers, self._sole_holders, meta=meta)
@@ -191,13 +240,13 @@ class ObservedModel:
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: list[Tensor], *, meta: bool) -> None:
         """Runs a forward whose dataflow is not observed, as far as it can run once more."""
+        with suppress(Exception), forked(self._parameters, around):
+            self._run(args, kwargs, meta=meta)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, meta: bool) -> None:
         tracker = self._tracker(meta=meta)
-        self._current.forward = _Observed(tracker, self._record, self._states)
-        try:
-            with suppress(Exception), forked(self._parameters, around), torch.no_grad(), tracker, collecting_losses():
-                self._model(*args, **kwargs)
-        finally:
-            del self._current.forward
+        with self._running(_Observed(tracker, self._record, self._states, DrawnAround({}))), torch.no_grad(), tracker, collecting_losses():
+            self._model(*args, **kwargs)
 
     def _note_accumulated(self, run_again: Callable[[], None]) -> None:
         """Notes which changed tensors and objects differ after another forward, such as counts, as far as ranks could share them."""
@@ -257,6 +306,7 @@ class ObservedModel:
             if own in changed & self._changed_apart[name]
             and (is_compound(value) or isinstance(value, Tensor))
             and not modules_inside(value)
+            and generator_place("", value) is None
         }
         self._refuse_shared(values)
         return {name: {own for holder, own in values if holder == name} for name, _ in values}
@@ -303,7 +353,14 @@ def counts_in(model: nn.Module, changed: Mapping[str, set[str]]) -> list[str]:
 class _Observed:
     """An observed forward: the observation of each call of a unit."""
 
-    def __init__(self, source_tracker: SourceTracker, record: Callable[[], None], states: Callable[[], dict[str, Snapshot]]) -> None:
+    def __init__(
+        self,
+        source_tracker: SourceTracker,
+        record: Callable[[], None],
+        states: Callable[[], dict[str, Snapshot]],
+        draws: DrawnAround,
+    ) -> None:
+        self.draws = draws
         self._states = states
         self.at_first_call: dict[str, Snapshot] | None = None
         self._tracker = source_tracker
@@ -318,6 +375,13 @@ class _Observed:
 
     def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = stand_in.shape_only.name
+        self.draws.leave_code(self.num_calls)
+        try:
+            return self._called(name, stand_in, args, kwargs)
+        finally:
+            self.draws.leave_unit(name)
+
+    def _called(self, name: str, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.at_first_call is None:
             self.at_first_call = self._states()
         call = UnitCall(name, self._counts[name])
@@ -353,6 +417,10 @@ class _Observed:
         if new:
             self._marked += [*[None] * (new - 1), unit]
         self._marks_inside += seen.mark == "behind"
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
 
     def marked(self) -> tuple[str | None, ...]:
         """Returns the first units of stages, as marked by `pipe_split()` in the model's code."""

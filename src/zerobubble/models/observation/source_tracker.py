@@ -90,6 +90,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The ids of the storages that tracked code has written to."""
         self._noted: dict[int, object] = {}
         self._draws = 0
+        self.reads_draws = False
+        """Whether tracked code has read random numbers."""
         self.marks = 0
         """Number of calls of `pipe_split()`."""
         self._buffers = {self.note(buffer): name for name, buffer in buffers}
@@ -167,8 +169,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable and self._stays_in_a_unit(func, pytree.tree_leaves((args, given))):
             return func(*args, **given)
         sources = self.sources_in((args, given))
-        if func._overloadpacket in _READS_NUMBERS and (known := _without_draws(sources)):
-            raise data_dependent(known, str(func._overloadpacket))
+        if func._overloadpacket in _READS_NUMBERS:
+            self.refuse_reads(sources, str(func._overloadpacket))
         written = list(written_tensors(func, args)) if func._schema.is_mutable else []
         _refuse_changed_parameters(written, self._of_tensors)
         output = func(*args, **given)
@@ -178,6 +180,12 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._hand_on(sources, output)
         self._write(written, sources)
         return output
+
+    def refuse_reads(self, sources: Sources, operation: str) -> None:
+        """Raises `InputError` if code reads values that other stages lack; notes that it reads random numbers."""
+        if known := _without_draws(sources):
+            raise data_dependent(known, operation)
+        self.reads_draws |= bool(sources)
 
     def _stays_in_a_unit(self, func: Any, leaves: list[Any]) -> bool:
         """Returns whether all inputs of an operation are parameters that only one unit holds; then records that unit as changed."""
@@ -245,9 +253,7 @@ class _BypassesOfTheDispatcher(TorchFunctionMode):
         if call := parameter_code(func, args):
             raise uses_parameter_gradients([call])
         if func in _LEAVES_TORCH and not args[0].is_meta:  # a meta tensor has no values, and raises its own error
-            sources = _without_draws(self._tracker.sources_in(args))
-            if sources:
-                raise data_dependent(sources, func.__name__)
+            self._tracker.refuse_reads(self._tracker.sources_in(args), func.__name__)
         if func in _GOES_BACK and self._tracker in _get_current_dispatch_mode_stack():  # not while a unit runs
             sources = self._tracker.sources_in((args, kwargs))
             if sources:

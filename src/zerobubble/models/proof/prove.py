@@ -20,6 +20,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import UnitCall
+from zerobubble.models.observation.drawn_around import DrawnAround
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.gradient_code import GradientCode, uses_parameter_gradients
 from zerobubble.models.proof.own_functions import OwnFunctions
@@ -98,6 +99,8 @@ class _Uncut:
         self.functions = OwnFunctions()
         self.forwards: list[tuple[Noted, Any]] = []
         self.changed: dict[str, Place] = {}
+        self.draws = False
+        """Whether parts draw from the generators of Python or NumPy. What code around them draws, all stages draw alike."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a forward and a backward, and a second forward, which sees what the first one has left."""
@@ -111,11 +114,6 @@ class _Uncut:
         self.changed = changed(before)
         put_back(before)
 
-    @property
-    def draws(self) -> bool:
-        """Whether the model draws from the generators of Python or NumPy."""
-        return not self.changed.keys().isdisjoint(GENERATORS)
-
     def shared(self) -> list[str]:
         """Returns the names of what has changed and is used by several stages."""
         units = {unit: self.whole.get_submodule(unit) for unit in self.cut.stage_of}
@@ -126,8 +124,10 @@ class _Uncut:
         return [name for name, place in self.changed.items() if used[id(place.owner)] > 1]
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with _recording_outputs([self.whole], self.cut) as noted:
+        draws = DrawnAround({name: place for name, place in self.python.generators().items() if name in GENERATORS})
+        with _recording_outputs([self.whole], self.cut, draws) as noted:
             output = self.whole(*_copied(args), **_copied(kwargs))
+        self.draws |= draws.units_draw
         self.forwards.append((noted, output))
 
 
@@ -158,8 +158,8 @@ Noted = dict[UnitCall, list[Tensor]]
 
 
 @contextmanager
-def _recording_outputs(modules: Sequence[nn.Module], cut: ModelCut) -> Iterator[Noted]:
-    """Records the outputs of units: of all units in the whole model, of their own units in stages.
+def _recording_outputs(modules: Sequence[nn.Module], cut: ModelCut, draws: DrawnAround | None = None) -> Iterator[Noted]:
+    """Records the outputs of units, and their `draws`: of all units in the whole model, of their own units in stages.
 
     Outputs of a unit nested inside another unit belong to the outer one.
     """
@@ -171,13 +171,20 @@ def _recording_outputs(modules: Sequence[nn.Module], cut: ModelCut) -> Iterator[
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             running.pop()
             if not running:
+                if draws is not None:
+                    draws.leave_unit(unit)
                 noted[UnitCall(unit, counts[unit])] = [tensor.detach().clone() for tensor in _floating(output)]
                 counts[unit] += 1
 
         return hook
 
     def begin(unit: str) -> Callable[..., None]:
-        return lambda *_: running.append(unit)
+        def hook(*_: Any) -> None:
+            if draws is not None and not running:
+                draws.leave_code(0)
+            running.append(unit)
+
+        return hook
 
     holder = (lambda stage: modules[stage]) if len(modules) > 1 else (lambda stage: modules[0])
     parts = {unit: holder(stage).get_submodule(unit) for unit, stage in cut.stage_of.items()}

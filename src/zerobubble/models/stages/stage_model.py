@@ -10,7 +10,7 @@ Such code takes effect on the stage of the unit; here, these calls do nothing.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -45,11 +45,12 @@ from zerobubble.models.observation.stand_in import Current, StandIn, device_of, 
 from zerobubble.models.observation.units import Units
 from zerobubble.models.stages.code_values import CodeValues
 from zerobubble.models.stages.set_elsewhere import SetElsewhere
-from zerobubble.models.stages.shared_draws import SharedDraws
+from zerobubble.models.stages.shared_draws import CodeGenerators, DrawsMessage, DrawsMessages, SharedDraws, unpacked
 from zerobubble.models.stages.slice_cache import SliceArguments
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.far_gradients import Origin
+from zerobubble.runtime.values.python_places import GeneratorState
 from zerobubble.runtime.values.random_state import drawn_seed
 from zerobubble.runtime.without_weights import refuse_copy
 
@@ -58,9 +59,9 @@ Leaves = list[Any]
 
 _SELECTS = "the model's code selects its parts by values of its inputs or by random numbers, which a cut model does not support"
 _SELECT_INSIDE = "decide inside the part, whose forward may return its input"
-_ARGS, _KWARGS, _CROSSED, _SEED = _MESSAGE = ("_zb_args", "_zb_kwargs", "_zb_crossed", "_zb_seed")
-"""Names of the values that a stage sends to the next: the model's arguments, the outputs of units that cross the boundary, and the seed of
-shared random numbers, None without any. The names cannot clash with the model's own arguments, which `step` may pass along with them.
+_ARGS, _KWARGS, _CROSSED, _DRAWS = _MESSAGE = ("_zb_args", "_zb_kwargs", "_zb_crossed", "_zb_draws")
+"""Names of the values that a stage sends to the next: the model's arguments, the outputs of units that cross the boundary, and what shared
+random numbers begin with. The names cannot clash with the model's own arguments, which `step` may pass along with them.
 """
 
 
@@ -104,7 +105,7 @@ class StageForward:
     def note(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Records the `output` of one of this stage's units, and returns the caller's value. Raises `_StageIsDoneError` after the last."""
         if self.draws is not None:
-            output = self.draws.leave_unit(output)
+            output = self.draws.leave_unit(unit, output)
         call = self._next_call(unit)
         form, mappings, put = self._flow.calls[call].form, mappings_in(args, kwargs), Put()
         if mappings:
@@ -172,71 +173,121 @@ class _Current(Current):
             forward.draws.enter_unit()
 
 
+class _Boundaries(NamedTuple):
+    """What crosses the boundaries in a forward, and the generators that the code around the units draws from, None without any."""
+
+    crossing: Crossings
+    generators: CodeGenerators | None
+
+
 class _StageCode:
     """The code of a model of class `kind`, as stage `stage` of a cut runs it, with the boundaries for each kind of arguments."""
 
     _REMEMBERED = 64
 
-    def __init__(self, observed: ObservedModel, cut: ModelCut, stage: int, kind: type[nn.Module], current: _Current) -> None:
+    def __init__(
+        self,
+        observed: ObservedModel,
+        cut: ModelCut,
+        stage: int,
+        kind: type[nn.Module],
+        current: _Current,
+        refuse_draws: Callable[[Collection[str]], None],
+    ) -> None:
         self._observed = observed
+        self._refuse_draws = refuse_draws
+        self._messages = DrawsMessages()
+        self.generators: CodeGenerators | None = None
+        """Those of the last forward."""
         self._cut = cut
         self._stage = stage
         self._is_last = stage == cut.num_stages - 1
         self._kind = kind
         self._slices = SliceArguments(kind)
         self._current = current
-        self._of_flows: OrderedDict[int, Crossings] = OrderedDict()
+        self._of_flows: OrderedDict[int, _Boundaries] = OrderedDict()
         self._has_hooks: frozenset[str] = frozenset()
         self._called_as_modules: set[str] = set()
 
     def run(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs `forward`, the model's own, until the last unit of the stage has returned; see `stage_model` for the values."""
-        original, crossed, seed = self._arguments(model, args, kwargs)
+        original, crossed, shared = self._arguments(model, args, kwargs)
         completed = self._slices.completed(model, *original)
-        crossing = self._crossings(model, *completed)
-        if self._stage == 0 and crossing.shares_draws:
-            seed = drawn_seed()
+        crossing, self.generators = self._boundaries(model, *completed)
+        draws = self._draws(model, completed, crossing, self.generators, shared)
         # the next stage gets the unchanged inputs
         args, kwargs = pytree.tree_map(_copied, completed) if crossing.flow.changes_inputs else completed
         last_call = None if self._is_last else crossing.last_calls[self._stage]
-        device = device_of(args, kwargs)
-        draws = None if seed is None else SharedDraws(seed, device)
         received = dict(zip(crossing.arriving[self._stage], crossed, strict=True))
         has_gradients = torch.is_grad_enabled()
         progress = self._current.forward = StageForward(crossing.flow, received, last_call, draws)
         try:
             output = forward(*args, **kwargs) if self._is_last or last_call is not None else None
+            if draws is not None:
+                draws.finish()
             if self._is_last:
                 return self._slices.without_cache(output)
         except _StageIsDoneError:
+            if draws is not None:
+                draws.finish()
             torch.set_grad_enabled(has_gradients)  # the skipped code might have
         finally:
             del self._current.forward
             if draws is not None:
                 draws.close()
         crossed = [list(map(_arrived, progress.leaves_of(call))) for call in crossing.leaving[self._stage]]
-        return {_ARGS: original[0], _KWARGS: original[1], _CROSSED: crossed, _SEED: None if seed is None else seed.to(device)}
+        if self._stage == 0 and draws is not None:
+            shared = self._messages.packed(draws, device_of(*completed))
+        return {_ARGS: original[0], _KWARGS: original[1], _CROSSED: crossed, _DRAWS: shared}
+
+    def _draws(
+        self,
+        model: nn.Module,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        crossing: Crossings,
+        generators: CodeGenerators | None,
+        shared: DrawsMessage,
+    ) -> SharedDraws | None:
+        """Returns the random numbers of the code around the units in this forward, None if it draws none that stages share."""
+        if generators is None and not crossing.shares_draws:
+            return None
+        device = device_of(*arguments)
+        if self._stage > 0:
+            return unpacked(shared, device, generators, is_whole=self._is_last)
+        seed, begun, after = drawn_seed() if crossing.shares_draws else None, {} if generators is None else generators.read(), None
+        if generators is not None and not self._draws_all(crossing):
+            number = None if seed is None else int(seed.item())
+            after = self._observed.states_after(*arguments, begun, training=model.training, seed=number)
+        return SharedDraws(seed, device, generators, begun, after, is_whole=self._is_last)
+
+    def _draws_all(self, crossing: Crossings) -> bool:
+        """Returns whether the stage runs all code that draws from generators of Python, NumPy and the model."""
+        last_call = crossing.last_calls[self._stage]
+        calls = list(crossing.flow.calls)
+        most = len(calls) if self._is_last else -1 if last_call is None else calls.index(last_call)
+        return max(crossing.flow.drawn.values()) <= most
 
     def prepare_tracing(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Determines the boundaries for these arguments, which needs real values, before tracing replaces them by fake tensors."""
-        if self.boundaries(model, args, kwargs).shares_draws:
+        crossing = self.boundaries(model, args, kwargs)
+        if crossing.shares_draws or crossing.flow.drawn:
             raise InputError(
                 "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, "
                 "but a traced stage cannot share random numbers",
-                remedy="train without dropout there, or use split='deferred' for the stage",
+                remedy="draw none there, or use split='deferred' for the stage",
             )
 
     def boundaries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
         """Returns what crosses the boundaries in a forward of the stage. Raises `InputError` if stages cannot run it."""
         original, *_ = self._arguments(model, args, kwargs)
-        return self._crossings(model, *original)
+        return self._boundaries(model, *original).crossing
 
     def origins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Origin]:
         """Returns the origin of each tensor that arrives with these arguments. All may derive from the model's arguments."""
         if self._stage == 0:
             return []
         original, crossed, _ = self._arguments(model, args, kwargs)
-        crossing = self._crossings(model, *original)
+        crossing = self._boundaries(model, *original).crossing
         given = _tensors_in(original)
         arrived = {call: _tensors_in(leaves) for call, leaves in zip(crossing.arriving[self._stage], crossed, strict=True)}
         before = calls_before(crossing.flow)
@@ -245,22 +296,24 @@ class _StageCode:
 
     def _arguments(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Leaves], Tensor | None]:
-        """Returns the model's arguments, the values that crossed the boundary before this stage, and the seed."""
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Leaves], DrawsMessage]:
+        """Returns the model's arguments, the values that crossed the boundary before this stage, and what shared draws begin with."""
         if self._stage > 0:
             return _unpacked(self._stage, kwargs)
         refuse_sums(model, kwargs)
-        return (args, without_cache(model, kwargs, self._kind)), [], None
+        return (args, without_cache(model, kwargs, self._kind)), [], (None, None)
 
-    def _crossings(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
-        """Returns what crosses the boundaries in a forward with these arguments of the model."""
+    def _boundaries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Boundaries:
+        """Returns the boundaries in a forward with these arguments of the model."""
         with making_tensors():
             flow = self._observed.flow(args, kwargs, training=model.training)
         self._record(model)
         found = self._of_flows.get(id(flow))
         if found is None:
             self._have_modules_called(model)
-            found = self._of_flows[id(flow)] = crossings(flow, self._cut)  # holds the flow, so that its id stays unique
+            self._refuse_draws(flow.drawn)
+            generators = CodeGenerators(model, flow.drawn) if flow.drawn else None
+            found = self._of_flows[id(flow)] = _Boundaries(crossings(flow, self._cut), generators)  # holds the flow: its id stays unique
             while len(self._of_flows) > self._REMEMBERED:
                 self._of_flows.popitem(last=False)
         return found
@@ -291,6 +344,7 @@ def stage_model(
     is_alone: bool = True,
     refuse_counts: Callable[[Sequence[str]], None] | None = None,
     code_values: CodeValues | None = None,
+    refuse_draws: Callable[[Collection[str]], None] = lambda _: None,
 ) -> nn.Module:
     """Returns stage `stage` of `model`: a module of the model's class, with the model's parameter names.
 
@@ -298,6 +352,7 @@ def stage_model(
     the user's model, whose changes are refused except for the mode and values of tensors, and so are changes of what its code has read
     elsewhere, the `code_values`. Unless it `is_alone` on its rank, it has copies of lists, dicts and other objects that the code around the
     units changes. With several routes, `refuse_counts` raises `InputError` for numbers and buffers that this code has set.
+    `refuse_draws` raises it for generators that this code draws from, if stages cannot share them.
 
     The first stage is called like the model. It returns a dict, which becomes the named arguments of the next stage: the model's arguments,
     and the outputs of units that cross the boundary. The last stage returns the model's output.
@@ -312,7 +367,7 @@ def stage_model(
         for shape_only in observed.shape_only_by_name.values():
             show_on(shape_only.unit, device)
     show_all_parameters(made, model, units.around, current)
-    code = _StageCode(observed, cut, stage, type(model), current)
+    code = _StageCode(observed, cut, stage, type(model), current, refuse_draws)
     changes = _ChangesOfModel(model, observed, follower, of_trace, refuse_counts, is_last=stage == cut.num_stages - 1)
     elsewhere = SetElsewhere(model, observed, cut, stage, follower)
 
@@ -345,7 +400,12 @@ def _calls_of(code: _StageCode) -> dict[str, Callable[..., Any]]:
         """Returns the origin of each tensor that arrives with these arguments."""
         return code.origins(self, args, kwargs)
 
-    return {"forward": forward, "_before_tracing": before_tracing, "refuse_call": refuse_call, "origins": origins}
+    def shared_generators(self: nn.Module) -> Collection[GeneratorState]:
+        """Returns the generators from which the code around the units has drawn in the last forward."""
+        return () if code.generators is None else code.generators.all()
+
+    called = {"forward": forward, "_before_tracing": before_tracing, "refuse_call": refuse_call, "origins": origins}
+    return {**called, "shared_generators": shared_generators}
 
 
 class _Trace:
@@ -565,13 +625,13 @@ def _parameter_maker(cut: ModelCut, stage: int, device: torch.device | None) -> 
     return make
 
 
-def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Leaves], Tensor | None]:
+def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Leaves], DrawsMessage]:
     """Returns what `_StageCode._arguments` does, for a later stage.
 
     Every stage runs the model's code with the arguments of the first stage. Arguments of the same names passed to later ranks are ignored.
     Raises `InputError` for arguments that the first stage did not get.
     """
-    args, kwargs, crossed, seed = (given[name] for name in _MESSAGE)
+    args, kwargs, crossed, shared = (given[name] for name in _MESSAGE)
     own = sorted(given.keys() - set(_MESSAGE) - kwargs.keys())
     if own:
         raise InputError(
@@ -581,7 +641,7 @@ def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[tuple[Any, ...],
             stage=stage,
             remedy="give them on the rank of the first stage too, by the same names",
         )
-    return (tuple(args), kwargs), crossed, seed
+    return (tuple(args), kwargs), crossed, shared
 
 
 class RemoteUnit(StandIn):

@@ -31,6 +31,8 @@ from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.gradient_scaling import set_found_inf, unscale_own
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
+from zerobubble.runtime.split.stage_with_loss import stage_alone
+from zerobubble.runtime.stage.loss_draws import SharesGenerators
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.step.optimizers import SAVED_BY, Optimizers, kinds_of, optimizers_in, parameters_of
 from zerobubble.runtime.transport.control import Expected, Sending
@@ -416,7 +418,9 @@ def _copy_fits(optimizers: Sequence[Optimizer], device: torch.device) -> bool:
 
 
 class Snapshot:
-    """The buffers of `modules` when the snapshot was taken. Random state is not part of it: a forward draws the same numbers when rerun.
+    """The buffers of `modules`, and the generators that their stages share, when the snapshot was taken.
+
+    Other random state is not part of it: a forward draws the same numbers when rerun.
 
     A forward may change a buffer in place or assign another tensor to its name. So the snapshot keeps the tensors and copies of them.
     It has no copies of parameters: a forward that changes one cannot be discarded.
@@ -429,6 +433,8 @@ class Snapshot:
         held = [(part, buffers_of(part)) for module in modules for part in module.modules()]
         self._buffers_of = [(part, buffers) for part, buffers in held if buffers]
         self._contents = {buffer: buffer.clone() for _, buffers in self._buffers_of for buffer in buffers.values() if buffer is not None}
+        shared = [stage.shared_generators() for stage in map(stage_alone, modules) if isinstance(stage, SharesGenerators)]
+        self._generators = [(generator, generator.read()) for generators in shared for generator in generators]
 
     def refuse_changed_parameters(self) -> None:
         """Raises `InputError` if a parameter has changed in place since the snapshot."""
@@ -443,7 +449,9 @@ class Snapshot:
     @torch.no_grad()
     @changing_weights()
     def restore(self) -> None:
-        """Restores the buffers."""
+        """Restores the buffers and the generators."""
+        for generator, state in self._generators:
+            generator.write(state)
         for part, buffers in self._buffers_of:
             put_buffers(part, buffers)
         for buffer, content in self._contents.items():

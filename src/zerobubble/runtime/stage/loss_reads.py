@@ -17,6 +17,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
 from zerobubble.runtime.stage.cut_model import CutModel, models_of
 from zerobubble.runtime.stage.hook_reads import HookReads, hook_fault
+from zerobubble.runtime.stage.loss_draws import LossDraws
 from zerobubble.runtime.stage.set_attributes import SetAttribute, SetsElsewhere
 from zerobubble.runtime.values.refusing import Refusing, RefusingList
 from zerobubble.runtime.values.stored import ABSENT
@@ -30,13 +31,20 @@ _PENALTY = "add the gradient of a penalty after step, by p.grad.add_(...) for p 
 class LossReads:
     """Finds the reads of `loss_fn`, which the rank of the stage `last` calls. `fault` is the first fault of the current step.
 
-    `hooks` are the ones on parts of other stages.
+    `hooks` are the ones on parts of other stages. `draws` are the random numbers that it may not draw.
     """
 
-    def __init__(self, cut_model: CutModel | None = None, last: nn.Module | None = None, hooks: HookReads | None = None) -> None:
+    def __init__(
+        self,
+        cut_model: CutModel | None = None,
+        last: nn.Module | None = None,
+        hooks: HookReads | None = None,
+        draws: LossDraws | None = None,
+    ) -> None:
         self.fault: InputError | None = None
         self.hooks = HookReads() if hooks is None else hooks
         self._cut_model = cut_model
+        self._draws = draws
         self._last = None if last is None else stage_alone(last)
         self._refusing: dict[tuple[int, str, bool], Refusing | RefusingList] = {}
 
@@ -50,6 +58,8 @@ class LossReads:
                 stack.enter_context(self._cut_model.refusing_reads(self._refuse_tensor))
             if isinstance(self._last, SetsElsewhere):
                 stack.enter_context(self._replaced(self._last.set_elsewhere()))
+            if self._draws is not None:
+                stack.enter_context(self._draws.refused(self.note))
             yield
 
     def note(self, fault: InputError) -> InputError:

@@ -36,6 +36,7 @@ from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
 from zerobubble.runtime.stage.cut_model import CutModel
 from zerobubble.runtime.stage.hook_reads import hook_fault
+from zerobubble.runtime.stage.loss_draws import LossDraws
 from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
@@ -123,7 +124,8 @@ class StepRunner:
         self.cut_model = CutModel(self.modules, peers.members[peers.rank], losses.loss_fn)
         last = self.schedule.num_stages - 1
         losses.comparison.is_on &= captured is None  # a replayed step calls no loss_fn
-        losses.reads = LossReads(self.cut_model, self.modules.get(last), stages.hook_reads(last))
+        draws = LossDraws(losses.loss_fn, self.modules.get(last), on_several_ranks=len(self.schedule.placement.routes) > 1)
+        losses.reads = LossReads(self.cut_model, self.modules.get(last), stages.hook_reads(last), draws)
         self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)
 
     @property

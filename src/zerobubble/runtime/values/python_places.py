@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import random
 import sys
 from collections import deque
@@ -282,22 +281,40 @@ def _position(iterator: Any) -> Content:
     return (repr(iterator),)
 
 
-def generator_place(path: str, value: Any) -> Place | None:
+class GeneratorState(Numbers):
+    """The state of a random generator, as a Python literal."""
+
+
+def generator_place(path: str, value: Any) -> GeneratorState | None:
     """Returns the place of the state of a random generator of torch, Python or NumPy; None for any other object."""
     if isinstance(value, torch.Generator):
-        return Numbers(path, value, lambda: value.get_state().numpy().tobytes(), lambda state: value.set_state(_as_state(state)))
+        return GeneratorState(path, value, lambda: value.get_state().numpy().tobytes(), lambda state: value.set_state(_as_state(state)))
     if isinstance(value, random.Random):
-        return Numbers(path, value, value.getstate, value.setstate)
+        return GeneratorState(path, value, value.getstate, value.setstate)
     if not type(value).__module__.startswith("numpy.random"):
         return None
     if hasattr(value, "get_state"):
-        return Numbers(path, value, lambda: in_bytes(value.get_state()), lambda state: value.set_state(_with_words(state)))
+        return GeneratorState(path, value, lambda: in_bytes(value.get_state()), lambda state: value.set_state(_with_words(state)))
     bits = getattr(value, "bit_generator", None)
     return (
         None
         if bits is None
-        else Numbers(path, value, lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
+        else GeneratorState(path, value, lambda: _with_bytes(bits.state), lambda state: setattr(bits, "state", _with_arrays(state)))
     )
+
+
+def _with_bytes(state: Any) -> Any:
+    """Returns a state of NumPy with the type and the bytes of each array."""
+    if isinstance(state, dict):
+        return {name: _with_bytes(value) for name, value in state.items()}
+    return (state.dtype.str, state.tobytes()) if hasattr(state, "tobytes") else state
+
+
+def _with_arrays(state: Any) -> Any:
+    """Returns the state of which `_with_bytes` returned the bytes."""
+    if isinstance(state, dict):
+        return {name: _with_arrays(value) for name, value in state.items()}
+    return sys.modules["numpy"].frombuffer(state[1], dtype=state[0]) if isinstance(state, tuple) else state
 
 
 def _with_words(state: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ from zerobubble.runtime.values.python_places import (
     Cell,
     Content,
     Elements,
+    GeneratorState,
     Place,
     Slots,
     are_same,
@@ -59,6 +60,12 @@ GENERATORS = ("random", "numpy.random")
 """The paths of the global generators of Python and NumPy."""
 _MOST_ENTRIES = 2000
 """The entries of larger containers are assumed to be constant, such as those of data sets; the container itself is not."""
+
+
+def named_generators(names: Iterable[str]) -> str:
+    """Describes generators by their paths."""
+    of_libraries = dict(zip(GENERATORS, ("Python's random", "NumPy's global generator"), strict=True))
+    return ", ".join(of_libraries.get(name, f"the generator {name!r}") for name in sorted(names))
 
 
 class Snapshot(NamedTuple):
@@ -107,6 +114,10 @@ class PythonState:
     def names(self) -> set[str]:
         """The names in the code that was visited, other than constructors."""
         return self._finder.names
+
+    def generators(self) -> dict[str, GeneratorState]:
+        """Returns the random generators that were found, by path."""
+        return {place.path: place for place in self._places if isinstance(place, GeneratorState)}
 
     def owners(self) -> set[int]:
         """Returns the `id` of each object that has a place."""

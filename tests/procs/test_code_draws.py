@@ -1,0 +1,316 @@
+"""Numbers of Python, NumPy and a model's own generators that the code around its parts draws: those of one device, on all stages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.ranks import Ranks
+from zerobubble.schedules import with_recompute
+
+WIDTH, MICROBATCHES, STEPS = 6, 4, 3
+REMEDY = "draw them with torch's functions"
+
+
+def part() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+class Drawing(nn.Module):
+    """Four layers, and code that draws around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(part() for _ in range(4))
+        self.own = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Mixup(Drawing):
+    """Mixes samples before a layer that is drawn, by a drawn share, and sometimes scales the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x
+        place, share, order = random.randint(0, 3), np.random.beta(2.0, 2.0), np.random.permutation(len(x))
+        for number, layer in enumerate(self.layers):
+            if self.training and number == place:
+                x = share * x + (1 - share) * x[order]
+            x = layer(x)
+        return x + share * kept
+
+
+class Noise(Drawing):
+    """Draws between layers and behind the last one, from each kind of generator; an early number is used late."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = random.gauss(1.0, 0.1)
+        for layer in self.layers:
+            x = layer(x) * (0.5 + np.random.rand()) + 0.1 * torch.randn(WIDTH, generator=self.own, dtype=x.dtype)
+        return x * first + random.random()
+
+
+class Own(nn.Module):
+    """A module without parameters, which keeps generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_numpy, self.of_python, self.of_torch = np.random.default_rng(5), random.Random(6), torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(WIDTH, generator=self.of_torch, dtype=x.dtype)
+        return x * self.of_numpy.normal(1.0, 0.1) + self.of_python.random() + drawn
+
+
+class InModules(Drawing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.noise(x)
+        for layer in self.layers:
+            x = self.noise(layer(x))
+        result: Tensor = x + kept
+        return result
+
+
+class Chosen(Drawing):
+    """Draws from NumPy only where Python's number says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = np.random.rand() if random.random() < 0.4 else 1.0
+        for layer in self.layers:
+            x = share * layer(x)
+        return x / share
+
+
+MODELS = [Mixup, Noise, InModules, Chosen]
+
+
+def seeded(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(100 + step)
+    return tuple(torch.randn(16, WIDTH, generator=numbers, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+def numbers_after(model: nn.Module) -> list[float]:
+    """The next numbers of all generators."""
+    noise = [module for module in model.modules() if isinstance(module, Own)]
+    own = [module.own for module in model.modules() if isinstance(module, Drawing)] + [module.of_torch for module in noise]
+    others = [(module.of_numpy.random(), module.of_python.random()) for module in noise]
+    drawn = [float(torch.rand((), generator=generator)) for generator in own]
+    return [
+        random.random(),
+        random.gauss(0.0, 1.0),
+        np.random.rand(),
+        np.random.normal(),
+        *drawn,
+        *(number for pair in others for number in pair),
+    ]
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def on_one_device(kind: Callable[[], nn.Module], seed: int) -> tuple[list[float], list[float]]:
+    """The losses of steps and evaluations with accumulated microbatches, and the numbers drawn after them."""
+    model, found = made(kind), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seeded(seed)
+    for step in range(STEPS):
+        pairs = list(zip(*(tensor.chunk(MICROBATCHES) for tensor in batch(step)), strict=True))
+        losses = [nn.functional.mse_loss(model(x), y) / MICROBATCHES for x, y in pairs]
+        sum(losses).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(sum(loss.item() for loss in losses))
+    model.eval()
+    with torch.no_grad():
+        found.append(sum(nn.functional.mse_loss(model(x), y).item() for x, y in pairs) / MICROBATCHES)
+    return found, numbers_after(model)
+
+
+def on_ranks(
+    group: Any, kind: Callable[[], nn.Module], name: str, seeds: tuple[int, int], recomputes: bool
+) -> tuple[list[float], list[float]]:
+    model, found = made(kind), []
+    schedule = zb.make(name, group.size(), MICROBATCHES)
+    split = zb.split(model, example=batch(0)[0][:2])
+    with zb.Pipeline(
+        split, with_recompute(schedule) if recomputes else schedule, MICROBATCHES, nn.functional.mse_loss, group=group
+    ) as pipe:
+        seeded(seeds[pipe.rank])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(STEPS):
+            found.append(pipe.step(*batch(step)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(pipe.eval_step(*batch(STEPS - 1))[0].item())  # type: ignore[union-attr]
+        return found, numbers_after(model)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_stages_draw_the_numbers_of_one_device(world: Ranks, kind: Callable[[], nn.Module], recomputes: bool, name: str) -> None:
+    losses, after = on_one_device(kind, 2)
+    for found, numbers in world.run(on_ranks, kind, name, (2, 2), recomputes, ranks=2):
+        assert found == pytest.approx(losses, rel=0, abs=1e-9)
+        assert numbers == after
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("kind", [Mixup, Noise])
+def test_all_stages_draw_the_numbers_of_the_first_ranks_seed(world: Ranks, kind: Callable[[], nn.Module], name: str) -> None:
+    """A rank that was seeded otherwise keeps its own global generators as they are."""
+    losses, after = on_one_device(kind, 2)
+    (first, moved), (second, kept) = world.run(on_ranks, kind, name, (2, 9), False, ranks=2)
+    assert first == second == pytest.approx(losses, rel=0, abs=1e-9)
+    assert moved == after
+    seeded(9)
+    assert kept[:4] == numbers_after(made(kind))[:4]
+
+
+class Scaled(nn.Module):
+    """Linear layers, before which the code multiplies by a number of torch that it reads, and behind which it divides by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.rand(()).item() + 0.5
+        x = x * scale
+        for layer in self.layers:
+            x = layer(x)
+        return x / scale
+
+
+def scaled(group: Any, name: str) -> list[float]:
+    model = made(Scaled)
+    with zb.Pipeline(zb.split(model, example=batch(0)[0][:2]), name, MICROBATCHES, nn.functional.mse_loss, group=group) as pipe:
+        torch.manual_seed(pipe.rank)
+        return [pipe.step(*batch(step)).item() for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_number_that_the_code_reads_from_torch_is_one_for_all_stages(world: Ranks, name: str) -> None:
+    model = made(Scaled)
+    expected = [nn.functional.mse_loss(model(x), y).item() for x, y in map(batch, range(STEPS))]
+    for found in world.run(scaled, name, ranks=2):
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+class DrawingPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.inner(x) * np.random.rand()
+        return scaled
+
+
+class InBoth(Drawing):
+    """One part draws from the generator of the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = DrawingPart()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = np.random.rand()
+        for layer in self.layers:
+            x = layer(x)
+        return x * scale
+
+
+def test_numbers_of_one_generator_for_the_code_and_a_part_are_refused() -> None:
+    with pytest.raises(zb.InputError) as caught:
+        zb.split(made(InBoth), example=batch(0)[0][:2])
+    assert caught.value.fields["unit"] == "layers.2"
+
+
+def test_the_proof_compares_what_is_drawn_around_parts_in_training_mode() -> None:
+    assert zb.split(made(Noise), example=batch(0)[0][:2]).describe(2).splitlines()[-1].startswith("Proved")
+
+
+@pytest.mark.parametrize("schedule", [zb.make("dualpipe", 2, 4), zb.make("1f1b", 2, 4, slices=2)])
+def test_schedules_that_would_draw_in_another_order_are_refused(schedule: zb.Schedule) -> None:
+    split = zb.split(made(Mixup), example=batch(0)[0][:2]).for_schedule(schedule)
+    with pytest.raises(zb.InputError):
+        split(0, schedule.num_stages)
+
+
+def drawing_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target) * np.random.rand()
+
+
+def losses_of(group: Any, kind: Callable[[], nn.Module], name: str, evaluates: bool) -> list[Any]:
+    """What a step gives with a loss that draws; then the loss of one without draws."""
+    model = made(kind)
+    seeded(2)
+    with zb.Pipeline(zb.split(model, example=batch(0)[0][:2]), name, MICROBATCHES, drawing_loss, group=group) as pipe:
+        try:
+            return [pipe.eval_step(*batch(0))[0].item() if evaluates else pipe.step(*batch(0)).item()]  # type: ignore[union-attr]
+        except zb.InputError as error:
+            return [str(error), *(parameter.grad for parameter in pipe.parameters() if parameter.grad is not None)]
+
+
+class Plain(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_loss_draws_as_on_one_device_or_is_refused(world: Ranks, evaluates: bool) -> None:
+    model = made(Plain)
+    seeded(2)
+    pairs = zip(*(tensor.chunk(MICROBATCHES) for tensor in batch(0)), strict=True)
+    expected = sum(drawing_loss(model(x), y).item() / MICROBATCHES for x, y in pairs)
+    for name in ("1f1b", "zb-v"):
+        assert all(found == [pytest.approx(expected, rel=0, abs=1e-9)] for found in world.run(losses_of, Plain, name, evaluates, ranks=2))
+    for kind, name in ((Mixup, "1f1b"), (Mixup, "zb-v"), (Plain, "dualpipe")):
+        first, second = world.run(losses_of, kind, name, evaluates, ranks=2)
+        assert first == second
+        assert isinstance(first[0], str)
+        assert "NumPy's global generator" in first[0]
+
+
+def clipped(group: Any, validates: bool) -> tuple[list[float], list[float]]:
+    """Losses of steps that are all clipped, so that a validation after the step runs forwards of the next one again."""
+    model, found = made(Noise), []
+    with zb.Pipeline(zb.split(model, example=batch(0)[0][:2]), "zb-v", MICROBATCHES, nn.functional.mse_loss, group=group) as pipe:
+        seeded(2)
+        inner = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        optimizer = zb.PostValidation(inner, pipe, 0.01) if validates else inner
+        for step in range(STEPS):
+            found.append(pipe.step(*batch(step)).item())
+            if not validates:
+                pipe.clip_grad_norm_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, numbers_after(model)
+
+
+def test_forwards_that_run_again_draw_the_same_numbers(world: Ranks) -> None:
+    for (losses, after), (expected, numbers) in zip(world.run(clipped, True, ranks=2), world.run(clipped, False, ranks=2), strict=True):
+        assert losses == pytest.approx(expected, rel=0, abs=1e-9)
+        assert after == numbers
