@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ class PipelineRanks:
 
     cluster_environment: Any
     parallel_devices: Any
-    global_rank: int
     local_rank: int
     node_rank: int
     world_size: int
@@ -44,6 +43,11 @@ class PipelineRanks:
     _mesh: DeviceMesh | None = None
     _barrier_group: dist.ProcessGroup | None = None
     pipeline: Any  # a `zb.Pipeline`, or None
+    if TYPE_CHECKING:
+
+        @property
+        def global_rank(self) -> int:
+            """This rank of all."""
 
     @property
     def root_device(self) -> torch.device:

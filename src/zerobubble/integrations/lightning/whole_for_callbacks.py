@@ -20,7 +20,7 @@ AVERAGES = getattr(callbacks, "WeightAveraging", ())
 def whole_for_callbacks(trainer: pl.Trainer) -> ExitStack:
     """Returns a context in which the module is whole in these hooks. The next training step releases weights of other ranks again."""
     stack = ExitStack()
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:
         hooks = {name: _whole_in(trainer, getattr(callback, name), is_due) for name, is_due in _hooks_of(trainer, callback).items()}
         stack.enter_context(replaced(callback, **hooks))
     end = _whole_in(trainer, trainer.fit_loop.on_run_end, lambda: True)
