@@ -213,24 +213,24 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     _make_equal(ranks, partial(shared.broadcast_initial_values, are_equal=survivors is not None), "making the copies of stages equal")
     if replicas is not None:
         _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
-    holders, is_own = _holders(peers, setup)
-    setup.stages.compares_parameters = is_own and (bool(shared.names) or replicas is not None)
     setup.stages.refusals += [sums.refuse_other_parameters for sums in (shared, replicas) if sums is not None]
-    setup.stages.replaced = ReplacedParameters(setup.stages.modules.values(), shared.names, holders, replicas=replicas is not None)
+    setup.stages.replaced = ReplacedParameters(
+        setup.stages.modules.values(), shared.names, _holders(peers, setup.stages), replicas=replicas is not None
+    )
     copies = watched_copies(setup.stages.modules, shared, replicas)
     return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, copies, seed, options)
 
 
-def _holders(peers: Peers, setup: Setup) -> tuple[dict[str, set[int]], bool]:
-    """Returns the ranks that hold each parameter, by its name in stages, and whether a rank has stages that no split gives it."""
-    names = {name for module in setup.stages.modules.values() for name, _ in module.named_parameters(remove_duplicate=False)}
+def _holders(peers: Peers, stages: Stages) -> dict[str, set[int]]:
+    """Returns the ranks that hold each parameter, by its name in stages."""
+    names = {name for module in stages.modules.values() for name, _ in module.named_parameters(remove_duplicate=False)}
     with peers.collective("comparing the names of parameters"):
-        of_ranks = peers.gather_objects((sorted(names), setup.whole is None))
+        of_ranks = peers.gather_objects(sorted(names))
     holders: dict[str, set[int]] = {}
-    for rank, (theirs, _) in enumerate(of_ranks):
+    for rank, theirs in enumerate(of_ranks):
         for name in theirs:
             holders.setdefault(name, set()).add(rank)
-    return holders, any(is_own for _, is_own in of_ranks)
+    return holders
 
 
 def _open_channels(ranks: SetupRanks, layout: Layout, setup: Setup, *, captures_steps: bool) -> None:

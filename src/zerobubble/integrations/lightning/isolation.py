@@ -84,7 +84,7 @@ class _MutedLogger:
                 "{function} uses self.logger.{name}, and a pipeline runs it for each microbatch, on a rank whose logger writes nothing",
                 function=self._refused_in,
                 name=name,
-                remedy="log numbers by self.log, and let on_train_batch_end write others, from what training_step returns beside 'loss'",
+                remedy="log numbers by self.log, and let on_train_batch_end write others, from what training_step returns next to 'loss'",
             )
         return _DummyExperiment() if name == "experiment" else nothing
 

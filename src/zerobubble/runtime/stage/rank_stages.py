@@ -118,8 +118,6 @@ class Stages:
         self._num_checked = 0
         self.refusals: list[Callable[[], None]] = []
         """Functions that raise `InputError` if parameters were replaced which other stages or ranks hold, too."""
-        self.compares_parameters = False
-        """Whether ranks compare such faults in each call, because each has its own stages, whose parameters others do not see."""
         self.replaced: ReplacedParameters | None = None
 
     def follow_models(self) -> None:

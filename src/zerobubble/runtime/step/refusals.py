@@ -77,17 +77,6 @@ class CallRefusals:
                 )
             )
 
-    def of_any_rank(self, check: Callable[[], None], *, trains: bool) -> None:
-        """Raises `InputError` on all ranks if `check` raises it on one. All ranks call this before anything else of a call."""
-        mine = _Fault()
-        try:
-            check()
-        except InputError as error:
-            mine = _Fault(str(error), of_batch=True)
-        faults = self._exchange(mine, "comparing shared parameters")
-        if any(theirs.text for theirs in faults):
-            self._raise_together(faults, self._programs.now.executor, None if trains else [])
-
     @contextmanager
     def of_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
         """A context for reading the batch: an `InputError` inside is a fault of what this rank was given.
@@ -115,21 +104,20 @@ class CallRefusals:
             raise InputError("{fault} (while others begin {begun})", fault=fault, begun=begun)
 
     def _raise_with_batches(self, mine: _Fault, executor: Executor, outputs: list[Any] | None) -> NoReturn:
-        """Raises the faults of all batches, if there are no others."""
+        """Raises the faults of all batches, if there are no others.
+
+        Unless all replicas have refused their shares, this ends the pipeline.
+        """
         faults = self._exchange(mine)
         if not all(theirs.of_batch for theirs in faults if theirs.text):
             self._raise_different(mine, faults)
-        self._raise_together(faults, executor, outputs)
-
-    def _raise_together(self, faults: list[_Fault], executor: Executor, outputs: list[Any] | None) -> NoReturn:
-        """Raises the `faults` on all ranks. Unless all replicas have refused their shares, this ends the pipeline."""
         error = InputError("{faults}", faults="; ".join(by_rank(self._peers.members, [theirs.text for theirs in faults])))
         if not all(self._gather(self._losses.all_refuse(str(error), executor.ends[1], outputs), _DOING)):
             raise error
         raise AgreedError(error)
 
-    def _exchange(self, mine: _Fault, doing: str = _DOING) -> list[_Fault]:
-        return [_Fault(*theirs) for theirs in self._gather(tuple(mine), doing)]
+    def _exchange(self, mine: _Fault) -> list[_Fault]:
+        return [_Fault(*theirs) for theirs in self._gather(tuple(mine), _DOING)]
 
     def _raise_different(self, mine: _Fault, faults: list[_Fault]) -> NoReturn:
         """Raises the fault of this rank: as an `AgreedError`, which leaves the pipeline open, if all ranks have it.

@@ -192,8 +192,6 @@ class StepRunner:
         If there is none, or if it must train and cannot, or if a captured step cannot train with what is `given`, the call is refused on
         every rank.
         """
-        if self._stages.compares_parameters:
-            self._refusals.of_any_rank(self._stages.refuse_replaced, trains=trains)
         with self._refusals.of_call():
             if given is not None and self._captured is not None:
                 self._captured.refuse(self.schedule.num_microbatches if num_microbatches is None else num_microbatches, given)
@@ -426,8 +424,7 @@ class StepRunner:
 
     def _refuse_changes(self) -> None:
         """Raises `InputError` for changes of this rank's stages that a step would miss."""
-        if not self._stages.compares_parameters:
-            self._stages.refuse_replaced()
+        self._stages.refuse_replaced()
         self._stages.refuse_hooks()
 
     def _shake_hands(
