@@ -288,10 +288,7 @@ class Pipeline(RefusesModuleCalls):
         which closes the pipeline: their ranks compare sizes once the step has begun. So are targets that cannot be split if the first rank
         was not given any.
         """
-        loss = self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
-        if self._steps.num_ranks > 1:
-            explain_none("gradient", "parameters of other ranks' stages have no gradient on this rank: loop over pipe.parameters()")
-        return loss
+        return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
 
     def order_ahead(self, inputs: list[Any]) -> None:
         """Orders `inputs`, the list of microbatches of a later `step`, and plans their passes in a thread until then; see `played`.
