@@ -74,6 +74,19 @@ class Accuracy(Metric):
         return self.right / self.count
 
 
+def log_on_first_rank(module: lightning.LightningModule, loss: Tensor) -> None:
+    """Logs numbers on the first rank alone, in both ways that Lightning offers."""
+    if module.trainer.is_global_zero:
+        module.log("first_rank", loss)
+    log_alone(module, loss)
+
+
+@rank_zero_only
+def log_alone(module: lightning.LightningModule, loss: Tensor) -> None:
+    """Logs a number on the first rank."""
+    module.log("alone", 2 * loss)
+
+
 class Classifier(lightning.LightningModule):
     """A network with automatic optimization."""
 
@@ -85,17 +98,8 @@ class Classifier(lightning.LightningModule):
         x, y = batch
         loss = functional.cross_entropy(self.model(x), y)
         self.log("train_loss", loss, sync_dist=True)
-        self.log_on_first_rank(loss)
+        log_on_first_rank(self, loss)
         return loss
-
-    def log_on_first_rank(self, loss: Tensor) -> None:
-        if self.trainer.is_global_zero:
-            self.log("first_rank", loss)
-        self.log_alone(loss)
-
-    @rank_zero_only
-    def log_alone(self, loss: Tensor) -> None:
-        self.log("alone", 2 * loss)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
