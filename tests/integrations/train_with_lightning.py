@@ -381,7 +381,7 @@ class SkippingAlone(Classifier):
     """Skips batches on the first rank."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        return None if self.trainer.is_global_zero and batch_idx == 1 else super().training_step(batch, batch_idx)
+        return None if dist.get_rank() == 0 and batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
 class Case(NamedTuple):
