@@ -6,6 +6,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,8 @@ class Net(nn.Module):
         y = self.linear(x)
         if self.form == "views":
             return torch.cat([y, y.sin()])
+        if self.form == "object":  # as models of Transformers return their own loss
+            return SimpleNamespace(logits=y, loss=y.square().mean())
         return {"x": y, "prototypes": self.prototypes, "temperature": self.temperature} if self.form == "parts" else y
 
 
@@ -159,14 +162,15 @@ def data(seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, CLASSES, (B,), generator=draws)
 
 
-def heard(loss_fn: Any, *, form: str = "", steps: int = 8, **options: Any) -> list[str]:
-    """Runs some steps, and returns the warnings of the loss."""
+def heard(loss_fn: Any, *, form: str = "", steps: int = 8, is_cut: bool = False, **options: Any) -> list[str]:
+    """Runs some steps, also on microbatches that the user has cut, and returns the warnings of the loss."""
     with warnings.catch_warnings(record=True) as caught, zb.Pipeline([Net(form)], "gpipe", M, loss_fn, group=alone(), **options) as pipe:
         warnings.simplefilter("always")
         for seed in range(steps):
             x, target = data(seed)
             boxes = [list(part) for part in x[:, :CLASSES].split(B // M)]
-            pipe.step(x, boxes if loss_fn is of_boxes else target)
+            batch = (list(x.chunk(M)), list(target.chunk(M))) if is_cut else (x, boxes if loss_fn is of_boxes else target)
+            pipe.step(*batch)
     return [str(each.message) for each in caught if issubclass(each.category, zb.errors.LossWarning)]
 
 
@@ -177,9 +181,11 @@ def warned_of(group: Any) -> dict[str, list[str]]:
 def not_warned_of(group: Any) -> dict[str, list[str]]:
     results = {name: heard(loss_fn) for name, loss_fn in MEANS.items()}
     results |= {"views": heard(of_views, form="views"), "parts": heard(of_parts, form="parts"), "boxes": heard(of_boxes)}
+    results["of the model"] = heard(lambda output, target: output.loss, form="object")
     results["weighted"] = heard(NO_MEANS["weighted"], loss_weight=lambda target: WEIGHTS[target].sum())
     results["ignored"] = heard(ignoring, loss_weight=lambda target: (target != 2).sum())
     results["sums"] = heard(by_batch_size, scale="none")
+    results["of own microbatches"] = heard(NO_MEANS["weighted"], is_cut=True)
     return results
 
 

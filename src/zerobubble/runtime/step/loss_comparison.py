@@ -5,7 +5,8 @@ the outputs of two microbatches, and at the end calls `loss_fn` for both togethe
 two, it calls `loss_fn` for each alone as well, so that all results come from the same state, and warns if they still differ.
 
 The user's run does not notice these calls: random and Python state, parameters and buffers of the loss are put back. Nothing is compared if
-a call draws random numbers, communicates or changes what cannot be put back, and if outputs or targets cannot be joined.
+a call draws random numbers, communicates or changes what cannot be put back, if outputs or targets cannot be joined, and if the user has
+cut the batch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from zerobubble.runtime.values.payload import flatten_pytree, unflatten_pytree
 from zerobubble.runtime.values.python_places import Elements, Place, Position, generator_place
 from zerobubble.runtime.values.python_state import PythonState, Snapshot, changed
 from zerobubble.runtime.values.random_state import RandomStates
+from zerobubble.runtime.values.stateful import tensors_inside
 
 _STEPS = (1, 2, 4, 8)
 """The steps that are compared."""
@@ -72,11 +74,11 @@ class LossComparison:
         self._parts: list[_Part] = []
         self._before: Snapshot | None = None
 
-    def begin(self) -> None:
-        """Begins a training step."""
+    def begin(self, *, is_cut_by_user: bool) -> None:
+        """Begins a training step, with microbatches that may be the user's own."""
         self.clear()
         self._num_steps += 1
-        self._is_open = self.is_on and self._num_steps in _STEPS
+        self._is_open = self.is_on and self._num_steps in _STEPS and not is_cut_by_user
 
     def before_loss(self) -> None:
         """Notes the state before a loss is computed, if it is the first one of the step."""
@@ -224,6 +226,8 @@ def _joined(parts: Sequence[_Part], *, by_views: bool, keeps_equal: bool) -> tup
     (ours, structure), (theirs, other) = (flatten_pytree(value, opaque=True) for value in both)
     if structure != other or len(ours) != len(theirs):
         raise _IncomparableError
+    if len(ours) < len({id(tensor) for _, tensor in tensors_inside(both[0])}):  # others are in objects that stay whole, such as ModelOutput
+        raise _IncomparableError
     sizes = first.size, second.size
     joined = [
         _joined_tensor(one, another, sizes, by_views=by_views, keeps_equal=keeps_equal) for one, another in zip(ours, theirs, strict=True)
@@ -266,7 +270,7 @@ def _warn(whole: float, mean: float, microbatches: Sequence[int]) -> None:
         f"loss_fn is not a mean over samples: it returns {whole:.6g} for microbatches {first} and {second} together, and {mean:.6g} is the "
         "mean of what it returns for each. So this pipeline trains as one device that accumulates gradients over the microbatches, not as "
         "one that takes the whole batch. If samples or targets are weighted or ignored, give the weights of a microbatch as loss_weight=, "
-        "such as lambda target: (target != -100).sum(). A loss over the whole batch, such as one that compares samples, needs "
-        "num_microbatches=1. If the accumulation is meant, ignore zb.errors.LossWarning (docs/losses.md)",
+        "such as lambda target: (target != -100).sum(). A sum needs scale='none'. A loss over the whole batch, such as one that compares "
+        "samples, needs num_microbatches=1. If the accumulation is meant, ignore zb.errors.LossWarning (docs/losses.md)",
         LossWarning,
     )
