@@ -14,7 +14,7 @@ from tests.libraries import IMAGE_MODELS
 from tests.procs.ranks import ONE_AT_A_TIME, forkserver, free_port
 
 ROOT = Path(__file__).parents[2]
-LONGEST_S = 300.0
+LONGEST_S = 540.0
 
 
 def programs_of(page: str) -> list[str]:
