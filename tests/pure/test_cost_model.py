@@ -470,7 +470,7 @@ def test_the_page_prints_what_it_shows_and_its_command_plans(tmp_path: Path, mon
         with redirect_stdout(io.StringIO()) as printed:
             exec(program, names)
         assert printed.getvalue() == shown
-    command, *_, division = re.findall(r"^\$ zerobubble (.*)$", PAGE, re.MULTILINE)
+    _, command, *_, division = re.findall(r"^\$ zerobubble (.*)$", PAGE, re.MULTILINE)
     done = CliRunner().invoke(main, division.split())
     (table,) = re.findall(r"top 5\n(.*?)```", PAGE, re.DOTALL)
     assert done.output.startswith(table), done.output
