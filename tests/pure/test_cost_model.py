@@ -40,6 +40,7 @@ from zerobubble.cost_model.held import RUNTIME_BYTES
 from zerobubble.cost_model.kernels import Kernels, Product
 from zerobubble.cost_model.layer import Times, passing_times
 from zerobubble.cost_model.setting import ERROR_BARS
+from zerobubble.integrations import described_run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/cost-model.md").read_text(encoding="utf-8")
@@ -552,3 +553,24 @@ def test_a_configuration_of_a_framework_is_not_cut_inside_layers() -> None:
     assert done.exit_code == 2
     assert "--inside-blocks" in done.output
     assert "--layers" in done.output
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_one"),
+    [
+        ({}, 16),
+        ({"dp": 4}, 16),
+        ({"dp": 4, "dp_shard": 4}, 6 + 16 / 4),
+        ({"dp": 4, "dp_shard": 2}, 6 + 16 / 2),
+        ({"dp": 2, "dp_shard": 2, "cp": 2}, 6 + 16 / 4),
+    ],
+    ids=str,
+)
+def test_a_run_of_a_framework_keeps_the_bytes_of_its_pipeline(sizes: dict[str, int], of_one: float) -> None:
+    """Frameworks train weights in float32: 4 bytes for the weight, 4 for its gradient, 8 for Adam. FSDP2 shards them, and holds gathered
+    weights in bfloat16 and whole gradients in float32 during a step."""
+    model = replace(MODELS["llama3-70b"], layers=4)
+    layers = described_run.Run(model, tuple("abcdef"), 2, 8, 1, "none", **sizes).layers("H100")
+    vocabulary = 128_256 * 8192
+    assert sum(layer.parameters_bytes for layer in layers) == pytest.approx(of_one * model.parameters, rel=1e-6)
+    assert layers[0].parameters_bytes == layers[-1].parameters_bytes == of_one * vocabulary

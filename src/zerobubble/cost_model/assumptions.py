@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerobubble.cost_model.gpus import BANDWIDTHS
-from zerobubble.cost_model.held import RUNTIME_BYTES, STATE_BYTES, WEIGHT_BYTES
+from zerobubble.cost_model.held import RUNTIME_BYTES, SHARD_BYTES, STATE_BYTES, WEIGHT_BYTES
 from zerobubble.cost_model.kernels import Efficiency
 from zerobubble.cost_model.setting import ERROR_BARS, Setting
 from zerobubble.units import show_bytes
@@ -26,9 +26,7 @@ def _of_parameters(setting: Setting) -> str:
     float32 = ", as many as with weights in float32 (4, 4 and 8)" if gradient == weight else ""
     sharded = f"; Adam's{' and gradients' if setting.shard_gradients else ''} are sharded over {setting.sharers} GPUs"
     if setting.shard_weights:
-        sharded = (
-            f"; FSDP2 shards Adam's over {setting.sharers} GPUs, with {weight + gradient} more for its shares of weights and gradients"
-        )
+        sharded = f"; FSDP2 shards Adam's over {setting.sharers} GPUs, with {SHARD_BYTES} more for its shares of weights and gradients"
     whole = f"; each of {setting.sharers} replicas has all of them"
     replicas = "" if setting.sharers == 1 else sharded if setting.shard_optimizer else whole
     return (

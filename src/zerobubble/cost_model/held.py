@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 from zerobubble.cost_model.kernels import HALF
 from zerobubble.cost_model.setting import Setting
-from zerobubble.partition.layers import adam_bytes
+from zerobubble.partition.layers import ADAM_BYTES, MASTER_BYTES, adam_bytes
 
 WEIGHT_BYTES = 2
 """Bytes per parameter: in half precision, or in FP8 with a transposed copy."""
 STATE_BYTES = adam_bytes(WEIGHT_BYTES)
+SHARD_BYTES = 2 * MASTER_BYTES + ADAM_BYTES - STATE_BYTES
+"""Bytes per parameter in the shards of FSDP2, beyond `STATE_BYTES`: weight and gradient are in float32, like the moments."""
 RUNTIME_BYTES = 2 * 2**30
 """Bytes on each GPU outside PyTorch's allocator: the CUDA context and the buffers of communicators.
 
@@ -130,11 +132,14 @@ def optimizer_bytes(setting: Setting, parameters: Parameters) -> int:
 
 
 def weight_bytes(setting: Setting, parameters: Parameters) -> int:
-    """Returns the bytes of weights. If they are sharded, the share of weights and summed gradients comes in addition to gathered ones."""
+    """Returns the bytes of weights. If they are sharded, the share of weights and summed gradients comes in addition to gathered ones.
+
+    Shards are in float32, with no other copy, so a parameter has 16 bytes in all shards: weight, gradient and Adam's moments.
+    """
     whole = WEIGHT_BYTES * parameters.total
     if not setting.shard_weights or setting.sharers == 1:
         return whole
-    common, experts = ((WEIGHT_BYTES + setting.gradient_bytes) * count for count in parameters)
+    common, experts = (SHARD_BYTES * count for count in parameters)
     return whole + -(-common // setting.sharers) + -(-experts // setting.expert_sharers)
 
 

@@ -27,6 +27,7 @@ class Run:
         pp: The number of ranks of the pipeline.
         microbatch: The number of sequences of a microbatch.
         recompute: The name of a level of the cost model.
+        dp: The number of replicas; FSDP2 shards them over `dp_shard` ranks each, times `cp`.
         positions: The number of parameters of learned positions, which the embedding holds in addition to those of tokens.
     """
 
@@ -37,13 +38,18 @@ class Run:
     microbatch: int
     recompute: str
     dp: int = 1
+    dp_shard: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
     positions: int = 0
 
     def layers(self, gpu: str) -> tuple[Layer, ...]:
-        """Returns the estimated costs of embedding, layers and head on this GPU."""
+        """Returns the estimated costs of embedding, layers and head on this GPU.
+
+        Without FSDP2, each rank has 16 bytes per parameter of its layers. With FSDP2, it has 2 bytes for gathered weights, 4 for whole
+        gradients, and its share of the 16.
+        """
         setting = Setting(
             model=self.model,
             gpu=known_gpu(gpu),
@@ -55,7 +61,9 @@ class Run:
             microbatch=self.microbatch,
             recompute=self.recompute,
         )
-        embedding, *others = layers_of(setting)
-        more = 1 + self.positions / (self.model.vocabulary * self.model.hidden)
-        embedding = replace(embedding, parameters_bytes=round(embedding.parameters_bytes * more))
-        return tuple(replace(layer, name=name) for layer, name in zip((embedding, *others), self.names, strict=True))
+        sharded = self.dp_shard * self.cp > 1
+        kept = replace(setting, dp=self.dp_shard, gradients="fp32" if sharded else "bf16", shard_optimizer=sharded, shard_weights=sharded)
+        sizes = [layer.parameters_bytes for layer in layers_of(kept)]
+        sizes[0] = round(sizes[0] * (1 + self.positions / (self.model.vocabulary * self.model.hidden)))
+        named = zip(layers_of(setting), self.names, sizes, strict=True)
+        return tuple(replace(layer, name=name, parameters_bytes=size) for layer, name, size in named)

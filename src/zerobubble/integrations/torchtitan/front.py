@@ -86,8 +86,9 @@ def pipelining_fn(
     ) -> Pipelined:
         num_microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         if schedule == AUTO:
-            dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
-            run = run_of(model_config, type(model).__name__, training, parallelism, ac_config, dp=dp)
+            dp_shard = parallel_dims.dp_shard
+            dp = parallel_dims.dp_replicate * dp_shard
+            run = run_of(model_config, type(model).__name__, training, parallelism, ac_config, dp=dp, dp_shard=dp_shard)
             found: Schedule | Plan = _planned(run, gpu, parallelism)
         else:
             found = _schedule_of(schedule, parallelism, model, num_microbatches)

@@ -28,13 +28,15 @@ def read_run(name: str, ranks: int | None, microbatches: int | None) -> Run:
         raise InputError("torchtitan has no configuration {got!r}: {reason}", got=name, reason=str(error)) from error
     found = make()
     sizes, training = found.parallelism, found.training
+    dp_shard = max(1, sizes.data_parallel_shard_degree)
     run = run_of(
         found.model_spec.model,
         f"{found.model_spec.name} {found.model_spec.flavor}",
         training,
         sizes,
         found.activation_checkpoint,
-        dp=sizes.data_parallel_replicate_degree * max(1, sizes.data_parallel_shard_degree),
+        dp=sizes.data_parallel_replicate_degree * dp_shard,
+        dp_shard=dp_shard,
     )
     if run.pp == 1 and ranks is None:
         raise InputError("the configuration {got} has parallelism.pipeline_parallel_degree=1: give --ranks", got=name, argument="--ranks")

@@ -11,8 +11,8 @@ from zerobubble.cost_model import Experts, Latent, Model
 from zerobubble.integrations.described_run import Run, not_described
 
 
-def run_of(model: Any, name: str, training: Any, parallelism: Any, ac_config: Any, *, dp: int) -> Run:
-    """Returns the run of these parts of a configuration, with `dp` replicas."""
+def run_of(model: Any, name: str, training: Any, parallelism: Any, ac_config: Any, *, dp: int, dp_shard: int) -> Run:
+    """Returns the run of these parts of a configuration, with `dp` replicas, sharded over `dp_shard` ranks."""
     size = parallelism.pipeline_parallel_microbatch_size
     shape = model_of(model, name, training.seq_len)
     return Run(
@@ -22,6 +22,7 @@ def run_of(model: Any, name: str, training: Any, parallelism: Any, ac_config: An
         num_microbatches=training.local_batch_size // size,
         microbatch=size,
         dp=dp,
+        dp_shard=dp_shard,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
         ep=parallelism.expert_parallel_degree,
