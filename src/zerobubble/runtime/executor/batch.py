@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.values.payload import Cotangents, Tensors
 from zerobubble.runtime.values.shapes import KnownMessages
 
@@ -36,6 +37,7 @@ class Batch(NamedTuple):
         seed_pass: Takes (stage, microbatch, is_backward) and seeds the random numbers of that pass.
         divided_loss: Replaces `finish` and `seed` if ranks divide the head.
         sizes: The number of samples of each microbatch, empty if this rank does not know it.
+        arrive: Takes the last stage and its inputs before each forward that `finish` ends in training.
     """
 
     inputs: list[Tensors]
@@ -46,5 +48,6 @@ class Batch(NamedTuple):
     named_arguments: dict[int, list[dict[str, Any]]]
     order: Sequence[int]
     seed_pass: Callable[[int, int, bool], None]
-    divided_loss: HeadLoss | None = None
-    sizes: Sequence[int] = ()
+    divided_loss: HeadLoss | None
+    sizes: Sequence[int]
+    arrive: Callable[[Stage, Tensors], object]

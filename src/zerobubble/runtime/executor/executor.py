@@ -373,7 +373,9 @@ class Executor:
             assert self._batch is not None
             self._batch.seed_pass(op.stage, self.order[microbatch], False)
             task.inputs = inputs
-            task.finish = partial(self._batch.finish, self.order[microbatch]) if target is None and not to_head else None
+            if target is None and not to_head:
+                task.finish = partial(self._batch.finish, self.order[microbatch])
+                self._batch.arrive(stage, inputs)
             try:
                 outputs = run(task)
             finally:

@@ -6,7 +6,7 @@ two, it calls `loss_fn` for each alone as well, so that all results come from th
 
 The user's run does not notice these calls: random and Python state, parameters and buffers of the loss are put back. Nothing is compared if
 a call draws random numbers, communicates or changes what cannot be put back, if outputs or targets cannot be joined, and if the user has
-cut the batch.
+cut the batch. `label_comparison` finds losses that the model itself computes, and that ignore labels.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from zerobubble.errors import LossWarning
 from zerobubble.runtime.device import is_host
 from zerobubble.runtime.measure.profile import values_restored
 from zerobubble.runtime.split.stage_with_loss import loss_module
+from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.step.label_comparison import IgnoredLabels, LabelComparison
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import local_part
-from zerobubble.runtime.values.payload import flatten_pytree, unflatten_pytree
+from zerobubble.runtime.values.payload import Tensors, flatten_pytree, unflatten_pytree
 from zerobubble.runtime.values.python_places import Elements, Place, Position, generator_place
 from zerobubble.runtime.values.python_state import PythonState, Snapshot, changed
-from zerobubble.runtime.values.random_state import RandomStates
+from zerobubble.runtime.values.random_state import RandomStates, states_restored
 from zerobubble.runtime.values.stateful import tensors_inside
 
 _STEPS = (1, 2, 4, 8)
@@ -73,12 +75,20 @@ class LossComparison:
         self._is_open = False
         self._parts: list[_Part] = []
         self._before: Snapshot | None = None
+        self._stage: Stage | None = None
+        self._inputs: Tensors = ()
+        self._labels = LabelComparison(self._loss_of_stage, self._stage_alone)
 
     def begin(self, *, is_cut_by_user: bool) -> None:
         """Begins a training step, with microbatches that may be the user's own."""
         self.clear()
         self._num_steps += 1
         self._is_open = self.is_on and self._num_steps in _STEPS and not is_cut_by_user
+
+    def arrive(self, stage: Stage, inputs: Tensors) -> None:
+        """Notes what arrives at the last stage for the microbatch whose loss comes next."""
+        if self._is_open and stage.shards is None:
+            self._stage, self._inputs = stage, inputs
 
     def before_loss(self) -> None:
         """Notes the state before a loss is computed, if it is the first one of the step."""
@@ -87,26 +97,61 @@ class LossComparison:
 
     def note(self, microbatch: int, output: Any, target: Any, loss: Tensor, *, weight: float, size: int) -> None:
         """Notes what `loss_fn` has returned for a microbatch."""
-        if self._is_open and len(self._parts) < 2 and weight:
+        if not self._is_open or not weight:
+            return
+        if len(self._parts) < 2:
             self._parts.append(_Part(microbatch, _without_graph(output), _without_graph(target), loss.detach(), weight, size))
+        if self._stage is not None:
+            self._labels.note(microbatch, self._inputs, target, weight=weight, size=size)
 
     def clear(self) -> None:
         """Drops what is noted."""
         self._is_open, self._before = False, None
         self._parts.clear()
+        self._labels.clear()
+        self._stage, self._inputs = None, ()
 
     def finish(self) -> None:
         """Ends a step, and warns if the loss is no mean."""
-        parts, before = list(self._parts), self._before
+        text = (self._fault() or self._fault_in_labels()) if len(self._parts) == 2 and self._before is not None else ""
         self.clear()
-        if len(parts) < 2 or before is None:
-            return
-        found = None
-        with suppress(Exception):  # a loss may raise anything when it is called once more
-            found = _Calls(self._loss_fn, self._device, before).compare(parts)
-        if found is not None:
+        if text:
             self.is_on = False
-            _warn(*found, [part.microbatch for part in parts])
+            warn_user(text, LossWarning)
+
+    def _fault(self) -> str:
+        """Returns why the loss is no mean over samples, empty if it is or cannot be compared."""
+        assert self._before is not None
+        with suppress(Exception):  # a loss may raise anything when it is called once more
+            found = _Calls(self._loss_fn, self._device, self._before).compare(self._parts)
+            return "" if found is None else _text(*found, [part.microbatch for part in self._parts])
+        return ""
+
+    def _fault_in_labels(self) -> str:
+        """Returns which weights a mean over labels that are not ignored needs, empty if it has them or cannot be compared."""
+        with suppress(Exception):  # so may a stage
+            found = self._labels.found()
+            return "" if found is None else _text_of_labels(found)
+        return ""
+
+    @contextmanager
+    def _stage_alone(self) -> Iterator[None]:
+        """A context of calls of the last stage without effects on the run."""
+        assert self._stage is not None
+        module = self._stage.module
+        with ExitStack() as stack:
+            stack.enter_context(values_restored(list(module.modules()), ()))
+            stack.enter_context(PythonState(module, self._loss_fn).restored())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
+            yield
+
+    def _loss_of_stage(self, inputs: Tensors, target: Any) -> Tensor:
+        """Returns the loss of the last stage for these inputs, with the same random numbers in each call."""
+        assert self._stage is not None
+        with states_restored(None, self._device):
+            (loss,) = self._stage.infer(inputs, lambda output: self._loss_fn(output, target))
+        return loss
 
 
 class _Calls:
@@ -264,13 +309,26 @@ def _joined_tensor(one: Tensor, other: Tensor, sizes: tuple[int, int], *, by_vie
     raise _IncomparableError
 
 
-def _warn(whole: float, mean: float, microbatches: Sequence[int]) -> None:
+_MEANT = "If the accumulation is meant, ignore zb.errors.LossWarning (docs/losses.md)"
+
+
+def _text(whole: float, mean: float, microbatches: Sequence[int]) -> str:
     first, second = microbatches
-    warn_user(
+    return (
         f"loss_fn is not a mean over samples: it returns {whole:.6g} for microbatches {first} and {second} together, and {mean:.6g} is the "
         "mean of what it returns for each. So this pipeline trains as one device that accumulates gradients over the microbatches, not as "
         "one that takes the whole batch. If samples or targets are weighted or ignored, give the weights of a microbatch as loss_weight=, "
         "such as lambda target: (target != -100).sum(). A sum needs scale='none'. A loss over the whole batch, such as one that compares "
-        "samples, needs num_microbatches=1. If the accumulation is meant, ignore zb.errors.LossWarning (docs/losses.md)",
-        LossWarning,
+        f"samples, needs num_microbatches=1. {_MEANT}"
+    )
+
+
+def _text_of_labels(found: IgnoredLabels) -> str:
+    (first, second), (ours, theirs), (one, other) = found.microbatches, found.counts, found.weights
+    labels = "labels[..., 1:]" if found.are_shifted else "labels"
+    return (
+        f"the loss is a mean over labels other than {found.ignored}, of which microbatches {first} and {second} have {ours} and {theirs}, "
+        f"but their weights are {one:g} and {other:g}. So this pipeline trains as one device that accumulates gradients over the "
+        "microbatches, not as one that takes the whole batch. Give the labels as targets, and "
+        f"loss_weight=lambda labels: ({labels} != {found.ignored}).sum(). {_MEANT}"
     )

@@ -456,6 +456,7 @@ class StepRunner:
             self.rng.seed_pass_of(self._num_steps, executor.program.num_microbatches, evaluation),
             self._parted,
             mine.sizes(opened.batch_size),
+            self._losses.comparison.arrive,
         )
 
     def _stepped(self) -> Stepped:
