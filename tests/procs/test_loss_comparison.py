@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import zerobubble as zb
 from tests.procs.ranks import Ranks, alone
 from tests.refusals import states
 from zerobubble.runtime.step.loss_comparison import LossComparison
+from zerobubble.testing import checked_device
 
 M, B, CLASSES = 4, 16, 4
 WEIGHTS = torch.tensor([1.0, 5.0, 2.0, 0.5], dtype=torch.float64)
@@ -241,6 +243,21 @@ def test_comparing_leaves_nothing_behind(world: Ranks) -> None:
     ((with_comparison, without, calls),) = world.run(left_behind, ranks=1)
     assert calls == 2
     assert with_comparison == without
+
+
+def test_outputs_of_an_accelerator_are_kept_in_host_memory() -> None:
+    with checked_device():
+        comparison = LossComparison(ignoring, torch.device("cpu"), is_on=True)
+        comparison.begin(is_cut_by_user=False)
+        comparison.before_loss()
+        for seed in range(2):
+            output, target = torch.zeros(B, CLASSES) + torch.arange(CLASSES) * seed, torch.arange(B) % (CLASSES - seed)
+            comparison.note(seed, output, target, ignoring(output, target), weight=1.0, size=B)
+            kept = weakref.ref(output.untyped_storage())
+            del output
+            assert kept() is None
+        with pytest.warns(zb.errors.LossWarning):
+            comparison.finish()
 
 
 def on_ranks(group: Any, schedule: str) -> list[str]:

@@ -1,8 +1,9 @@
 """Finds out whether `loss_fn` is a mean over samples, from what it returns for two microbatches together.
 
 The mean over microbatches that a step computes is the loss of the whole batch only then. In a few steps, the rank of the last stage keeps
-the outputs of two microbatches, and at the end calls `loss_fn` for both together, without gradients. If the result is not the mean of the
-two, it calls `loss_fn` for each alone as well, so that all results come from the same state, and warns if they still differ.
+the outputs of two microbatches in host memory, and at the end calls `loss_fn` for both together, without gradients. If the result is not
+the mean of the two, it calls `loss_fn` for each alone as well, so that all results come from the same state, and warns if they still
+differ.
 
 The user's run does not notice these calls: random and Python state, parameters and buffers of the loss are put back. Nothing is compared if
 a call draws random numbers, communicates or changes what cannot be put back, if outputs or targets cannot be joined, and if the user has
@@ -11,7 +12,7 @@ cut the batch. `label_comparison` finds losses that the model itself computes, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from math import isfinite
@@ -23,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import LossWarning
-from zerobubble.runtime.device import is_host
+from zerobubble.runtime.device import interface, is_host
 from zerobubble.runtime.measure.profile import values_restored
 from zerobubble.runtime.split.stage_with_loss import loss_module
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.label_comparison import IgnoredLabels, LabelComparison
 from zerobubble.runtime.values.added_losses import collecting_losses
-from zerobubble.runtime.values.memory import local_part
+from zerobubble.runtime.values.memory import is_plain, local_part
 from zerobubble.runtime.values.payload import Tensors, flatten_pytree, unflatten_pytree
 from zerobubble.runtime.values.python_places import Elements, Place, Position, generator_place
 from zerobubble.runtime.values.python_state import PythonState, Snapshot, changed
@@ -51,7 +52,7 @@ class _IncomparableError(Exception):
 
 
 class _Part(NamedTuple):
-    """A microbatch of `size` samples and this weight, with its number, its output without a graph, and its loss."""
+    """A microbatch of `size` samples and this weight, with its number, its output in host memory without a graph, and its loss."""
 
     microbatch: int
     output: Any
@@ -100,7 +101,8 @@ class LossComparison:
         if not self._is_open or not weight:
             return
         if len(self._parts) < 2:
-            self._parts.append(_Part(microbatch, _without_graph(output), _without_graph(target), loss.detach(), weight, size))
+            kept = _mapped(output, lambda tensor: _in_host_memory(tensor.detach()))
+            self._parts.append(_Part(microbatch, kept, _mapped(target, Tensor.detach), loss.detach(), weight, size))
         if self._stage is not None:
             self._labels.note(microbatch, self._inputs, target, weight=weight, size=size)
 
@@ -123,7 +125,8 @@ class LossComparison:
         """Returns why the loss is no mean over samples, empty if it is or cannot be compared."""
         assert self._before is not None
         with suppress(Exception):  # a loss may raise anything when it is called once more
-            found = _Calls(self._loss_fn, self._device, self._before).compare(self._parts)
+            parts = [part._replace(output=_mapped(part.output, lambda tensor: tensor.to(self._device))) for part in self._parts]
+            found = _Calls(self._loss_fn, self._device, self._before).compare(parts)
             return "" if found is None else _text(*found, [part.microbatch for part in self._parts])
         return ""
 
@@ -177,7 +180,7 @@ class _Calls:
             if _are_near(whole, mean, rounding):
                 return None
             wholes.append(whole)
-        mean = _mean(parts, [self._loss(_copied(part.output), _copied(part.target)) for part in parts])
+        mean = _mean(parts, [self._loss(_mapped(part.output, Tensor.clone), _mapped(part.target, Tensor.clone)) for part in parts])
         return (wholes[0], mean[0]) if wholes and not any(_are_near(whole, mean, rounding) for whole in wholes) else None
 
     def _losses_of_both(self, parts: Sequence[_Part]) -> Iterator[float]:
@@ -228,14 +231,17 @@ def _is_lost(place: Place) -> bool:
     return is_uncopied or isinstance(place, Position) or generator_place("", place.owner) is not None
 
 
-def _without_graph(value: Any) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a pytree with each tensor changed."""
     tensors, structure = flatten_pytree(value, opaque=True)
-    return unflatten_pytree(structure, iter([tensor.detach() for tensor in tensors]))
+    return unflatten_pytree(structure, iter([change(tensor) for tensor in tensors]))
 
 
-def _copied(value: Any) -> Any:
-    tensors, structure = flatten_pytree(value, opaque=True)
-    return unflatten_pytree(structure, iter([tensor.clone() for tensor in tensors]))
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    """Returns `tensor`, or a copy in host memory if it is an accelerator's, which the device makes without waiting of the host."""
+    if is_host(tensor.device) or not is_plain(tensor):
+        return tensor
+    return interface(tensor.device).host_memory(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def _mean(parts: Sequence[_Part], losses: Sequence[float]) -> tuple[float, float]:
