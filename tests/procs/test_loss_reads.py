@@ -363,3 +363,26 @@ def with_hooks(group: Any, schedule: str) -> dict[str, str]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_what_hooks_on_other_parts_store(world: Ranks, schedule: str) -> None:
     assert world.run(with_hooks, schedule, ranks=2) == [{}, {}]
+
+
+def in_evaluation(group: Any, schedule: str) -> tuple[list[float], list[bool]]:
+    """The losses of evaluations that depend on the modes of the model and of its first and last layer, and all modes afterwards."""
+    model = made()
+    model.layers[1].eval()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        modes = [model.training, model.layers[0].training, model.layers[3].training]
+        return mse_loss(output, target) * (1 + modes.count(True))
+
+    with zb.Pipeline(zb.split(model, example=X[:2]), schedule, 2, loss, group=group) as pipe:
+        found = [float(pipe.eval_step(X, X)[0]) for _ in range(2)]  # type: ignore[arg-type]
+        found.append(float(pipe.step(X, X)))
+    return found, [part.training for part in model.modules()]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_an_evaluation_sets_the_mode_of_the_whole_model(world: Ranks, schedule: str) -> None:
+    expected = mse_loss(made()(X), X).item()
+    for found, modes in world.run(in_evaluation, schedule, ranks=2):
+        assert found == pytest.approx([expected, expected, 4 * expected], rel=1e-12)
+        assert [place for place, mode in enumerate(modes) if not mode] == [3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +19,7 @@ from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.splitter import arguments_of
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.split.ways import TRACED, ways_of
+from zerobubble.runtime.stage.cut_model import models_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.hook_reads import HookReads
 from zerobubble.runtime.stage.levels import RecomputeLevels
@@ -223,9 +225,14 @@ class Stages:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts every module into evaluation mode, without gradients, and restores the modes and the forms of weights afterwards."""
-        parts = (part for module in self.modules.values() for part in all_parts(module))
-        of_stages = (part for module in self.modules.values() for part in module.modules())
+        """Puts every module into evaluation mode, without gradients, and restores the modes and the forms of weights afterwards.
+
+        Those of a model that `zb.split` has cut are included, for a `loss_fn` that reads their modes.
+        """
+        stages = self.modules.values()
+        of_models = (part for stage in stages for model in models_of(stage) for part in model.modules())
+        parts = dict.fromkeys(chain((part for stage in stages for part in all_parts(stage)), of_models))
+        of_stages = (part for stage in stages for part in stage.modules())
         with in_mode(parts, training=False), forms_kept(of_stages), torch.no_grad():
             yield
 
