@@ -12,7 +12,7 @@ from math import inf
 from sys import float_info
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
-from zerobubble.errors import InputError, raise_faults, shown, with_article
+from zerobubble.errors import InputError, raise_all, raise_faults, shown, with_article
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, as_bytes, read_bytes
 from zerobubble.wrong_calls import wrong_call
 
@@ -131,6 +131,7 @@ def _as_list(value: Any) -> str:
 
 WHOLE = number("a whole number", _is_whole)
 COUNT = number("a whole number above 0", lambda value: _is_whole(value) and value > 0)
+SIZE = number(f"a whole number from 1 to {MOST:,}", lambda value: _is_whole(value) and 0 < value <= MOST)
 NUMBERED = number("a whole number from 0 on", lambda value: _is_whole(value) and value >= 0)
 NUMBER = number("a number", _is_number)
 BYTES = number(
@@ -164,9 +165,7 @@ def _checked(function: Callable[P, R], wanted: dict[str, Wanted | type]) -> Call
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if wanted:
             given = bound(name, signature, args, kwargs)
-            for argument, want in wanted.items():
-                if argument in given:
-                    _require(argument, given[argument], want, name)
+            raise_all(_fault(argument, given[argument], want, name) for argument, want in wanted.items() if argument in given)
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
@@ -187,12 +186,12 @@ def bound(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs
 
 def require(what: str, value: Any, wanted: Wanted | type) -> None:
     """Raise `InputError` unless `value`, named `what` in the message, is what is `wanted`."""
-    _require(what, value, wanted, "")
+    raise_all([_fault(what, value, wanted, "")])
 
 
 def require_amount(what: str, value: Any, most: int = MOST) -> None:
     """Raise `InputError` unless `value` is a whole number up to `most`, by default of ns or bytes that a pass can take or hold."""
-    _require_within(what, value, Wanted("a whole number >= 0" + " of ns or bytes" * (most == MOST), _is_whole), 0, most)
+    raise_all([amount_fault(what, value, most)])
 
 
 def require_ms(what: str, value: Any, words: str = "a finite number >= 0", least: int = 0) -> None:
@@ -206,10 +205,25 @@ def require_bytes(what: str, value: Any) -> None:
 
 
 def _require_within(what: str, value: Any, number: Wanted, least: int, most: int) -> None:
+    raise_all([_fault_within(what, value, number, least, most)])
+
+
+def amount_fault(what: str, value: Any, most: int = MOST, remedy: str = "") -> InputError | None:
+    """Returns the error of `require_amount`, with a `remedy` for what is no whole number; None for an amount that it accepts."""
+    return _fault_within(
+        what,
+        value,
+        Wanted("a whole number >= 0" + " of ns or bytes" * (most == MOST), _is_whole, lambda value: "" if _is_whole(value) else remedy),
+        0,
+        most,
+    )
+
+
+def _fault_within(what: str, value: Any, number: Wanted, least: int, most: int) -> InputError | None:
     if number.accepts(value) and least <= value <= most:
-        return
+        return None
     is_merely_too_large = _is_number(value) and most < value < inf
-    raise wrong(what, value, f"at most {most:,}" if is_merely_too_large else number.words)
+    return wrong(what, value, f"at most {most:,}" if is_merely_too_large else number.words, number.remedy(value))
 
 
 def require_positive(what: str, amounts: Mapping[str, Any], *, or_zero: bool = False) -> None:
@@ -221,19 +235,12 @@ def require_positive(what: str, amounts: Mapping[str, Any], *, or_zero: bool = F
 
 def faults_among(given: Mapping[str, Any], wanted: Mapping[str, Wanted | type]) -> list[str]:
     """Returns a sentence for each of the `given` values that is not what is `wanted` of its name."""
-    found = []
-    for name, want in wanted.items():
-        try:
-            require(name, given[name], want)
-        except InputError as error:
-            found.append(str(error))
-    return found
+    return [str(fault) for name, want in wanted.items() if (fault := _fault(name, given[name], want, "")) is not None]
 
 
-def _require(argument: str, value: Any, wanted: Wanted | type, call: str) -> None:
+def _fault(argument: str, value: Any, wanted: Wanted | type, call: str) -> InputError | None:
     words, accepts, remedy = _as_wanted(wanted)
-    if not accepts(value):
-        raise wrong(argument, value, words, remedy(value), call)
+    return None if accepts(value) else wrong(argument, value, words, remedy(value), call)
 
 
 def wrong(argument: str, value: Any, expected: str, remedy: str = "", call: str = "") -> InputError:

@@ -6,9 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, require_ms, takes, wrong
+from zerobubble.arguments import (
+    COUNT,
+    NUMBER,
+    WHOLE,
+    Wanted,
+    amount_fault,
+    as_tuple,
+    each,
+    number,
+    optional,
+    require,
+    require_ms,
+    takes,
+    wrong,
+)
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError, reading, whole
+from zerobubble.errors import InputError, raise_all, reading, whole
 from zerobubble.ir import Placement, Schedule, Step
 from zerobubble.kinds import HELD, KINDS, SENT_BETWEEN_STAGES, Kind, ValueKind, makes_if_recomputed, traits_of
 from zerobubble.level import FULL as FULL
@@ -18,7 +32,7 @@ from zerobubble.level import Level as Level
 from zerobubble.limits import MAX_LIMIT as MAX_LIMIT
 from zerobubble.limits import Limits as Limits
 from zerobubble.rules import given_to, message_receiver, recomputed
-from zerobubble.slicing import Slice, slices_from, slices_of
+from zerobubble.slicing import MOST_SLICES, Slice, slices_from, slices_of
 from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
 
@@ -41,6 +55,7 @@ _LEVEL_TIME, _LEVEL_BYTES = "recompute ", "held_input "
 KEPT_WORDS = "parameters, gradients and optimizer state"
 MOST_BUCKETS = 10_000
 """The largest number of gradient buckets of a stage. Each takes time and memory in a simulation."""
+STAGES = number("a whole number from 1 to 1,000,000", lambda value: WHOLE.accepts(value) and 0 < value <= 1_000_000)
 HEAD_TIMES = Wanted(
     "three numbers, the times in ms of a head or a part of it: forward, gradient for the input, gradient for the weights",
     lambda value: each(NUMBER).accepts(value) and len(value) == 3,
@@ -48,7 +63,17 @@ HEAD_TIMES = Wanted(
 TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: each(NUMBER).accepts(value) and len(value) == 3)
 
 
-@takes()
+_COLUMN_BY_NAME = Wanted(
+    "a pair of a column's name and its values, one per stage",
+    lambda value: each(object).accepts(value) and len(value) == 2 and isinstance(value[0], str) and each(object).accepts(value[1]),
+)
+_SLICE = Wanted(
+    "a Slice of four shares from 0 to 1",
+    lambda value: isinstance(value, Slice) and all(NUMBER.accepts(share) and 0 <= share <= 1 for share in value),
+)
+
+
+@takes(placement=optional(Placement), further=each(_COLUMN_BY_NAME), slices=each(_SLICE))
 @dataclass(frozen=True, slots=True, repr=False)
 class Costs(Displayed):
     """Costs per stage: times of passes and messages in ns, and the bytes held from F until B and from B until W.
@@ -106,18 +131,7 @@ class Costs(Displayed):
         for name in _OPTIONAL:
             object.__setattr__(self, name, getattr(self, name) or (0,) * stages)
         self._refuse_doubles()
-        for name, values in self._columns().items():
-            wanted = stages - 1 if name == "comm" else stages
-            if len(values) != wanted:
-                message = "{name} of costs for {stages} stages needs {expected} values, got {got}"
-                raise InputError(message, name=name, stages=stages, expected=wanted, got=len(values))
-            for index, value in enumerate(values):
-                if not WHOLE.accepts(value):
-                    raise wrong(f"{name} of stage {index}", value, "a whole number of ns or bytes", "see Costs.from_ms")
-                most = MOST_BUCKETS if name == "buckets" else MOST
-                if not 0 <= value <= most:
-                    limit = "not be negative" if value < 0 else f"be at most {most:,}"
-                    raise InputError("{what} of stage {stage} must {rule}, got {got!v}", what=name, stage=index, rule=limit, got=value)
+        raise_all(fault for name, values in self._columns().items() for fault in _faults_of_column(name, values, stages))
         if self.placement is not None:
             self.require_fit(self.placement, "the placement of the costs")
         object.__setattr__(self, "shares", as_tuple("shares of the costs", self.shares, "a list or tuple with a factor per microbatch"))
@@ -126,9 +140,11 @@ class Costs(Displayed):
     def _check_shares(self) -> None:
         if not self.shares:
             return
-        for microbatch, share in enumerate(self.shares):
-            if not NUMBER.accepts(share) or not 0 < share <= LARGEST_SHARE:
-                raise wrong(f"the share of microbatch {microbatch} in the costs", share, f"a number above 0, at most {LARGEST_SHARE:,}")
+        raise_all(
+            wrong(f"the share of microbatch {microbatch} in the costs", share, f"a number above 0, at most {LARGEST_SHARE:,}")
+            for microbatch, share in enumerate(self.shares)
+            if not NUMBER.accepts(share) or not 0 < share <= LARGEST_SHARE
+        )
         largest = max(map(max, filter(None, self._sized_columns().values())))
         if largest * max(self.shares) > MOST:
             message = "a share of {share:g} makes a pass cost over {limit:.0e} ns or bytes"
@@ -242,6 +258,10 @@ class Costs(Displayed):
         >>> [costs.time(zb.Kind.F, 0, number) for number in range(4)]
         [2125000, 2375000, 2625000, 2875000]
         """
+        if WHOLE.accepts(slices):
+            require(
+                "slices", slices, number(f"a whole number from 1 to {MOST_SLICES:,}, or lengths", lambda value: 0 < value <= MOST_SLICES)
+            )
         lengths = (1 / slices,) * slices if isinstance(slices, int) else slices
         return replace(self, slices=slices_of(lengths, *attention))
 
@@ -491,7 +511,7 @@ class Costs(Displayed):
         return [0 if number % count else -sum(keys[number : number + count]) for number in range(self.num_different)]
 
     @classmethod
-    @takes(num_stages=WHOLE, times=TIMES, comm=NUMBER, stages_per_rank=WHOLE, buckets=WHOLE)
+    @takes(num_stages=STAGES, times=TIMES, comm=NUMBER, stages_per_rank=COUNT, buckets=WHOLE)
     def uniform(
         cls,
         num_stages: int,
@@ -521,8 +541,6 @@ class Costs(Displayed):
 
         Raises `InputError` for negative and infinite values, naming them.
         """
-        if stages_per_rank < 1:
-            raise wrong("stages_per_rank", stages_per_rank, "at least 1")
         if num_stages % stages_per_rank:
             raise wrong("num_stages", num_stages, f"a multiple of {stages_per_rank}, the stages_per_rank")
         together = sum(times) if overlap is None else overlap
@@ -614,6 +632,17 @@ def _askers(column: str) -> list[Kind]:
     held = {value_kind for value_kind, name in HELD.items() if name == column}
     used = {(value_kind, 0) for value_kind in held}
     return [kind for kind, row in KINDS.items() if column in row.times or held.intersection(row.makes) or used.intersection(row.uses)]
+
+
+def _faults_of_column(name: str, values: Sequence[int], stages: int) -> Iterator[InputError | None]:
+    """Yields what is wrong with the column `name` of costs of this many stages."""
+    expected = stages - 1 if name == "comm" else stages
+    if len(values) != expected:
+        message = "{name} of costs for {stages} stages needs {expected} values, got {got}"
+        yield InputError(message, name=name, stages=stages, expected=expected, got=len(values))
+    most = MOST_BUCKETS if name == "buckets" else MOST
+    for stage, value in enumerate(values):
+        yield amount_fault(f"{name} of stage {stage}", value, most, "see Costs.from_ms")
 
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

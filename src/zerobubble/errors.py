@@ -90,6 +90,14 @@ def raise_faults(faults: Iterable[object]) -> None:
         raise InputError("{faults}", faults=text)
 
 
+def raise_all(faults: Iterable[InputError | None]) -> None:
+    """Raise the only one of `faults` that is not None; several as one `InputError` with all sentences."""
+    found = [fault for fault in faults if fault is not None]
+    if len(found) == 1:
+        raise found[0]
+    raise_faults(found)
+
+
 class LossWarning(UserWarning):
     """The loss of a pipeline's step is not the loss of the whole batch, because `loss_fn` is not a mean over samples.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from zerobubble.arguments import BYTES, as_tuple, require, takes, wrong
+from zerobubble.arguments import BYTES, as_tuple, takes, wrong
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, raise_all
 from zerobubble.units import as_bytes, counted, show_bytes, show_range
 
 MAX_LIMIT = 2**62
@@ -18,6 +19,12 @@ def _for_each_rank(memory: object) -> str:
     if type(memory) is int and memory > 0:
         return f"Limits(({memory},) * num_ranks) gives {memory:,} bytes to each"
     return "Limits(('40GB',) * num_ranks) gives 40 GB to each"
+
+
+def _fault(what: str, value: Any) -> InputError | None:
+    if not BYTES.accepts(value):
+        return wrong(what, value, BYTES.words)
+    return wrong(what, value, f"at most {MAX_LIMIT:.0e} bytes") if as_bytes(value) > MAX_LIMIT else None
 
 
 @takes()
@@ -37,10 +44,7 @@ class Limits(Displayed):
 
     def __init__(self, memory: Sequence[int | str]) -> None:
         of_ranks = as_tuple("memory of Limits", memory, "a list or tuple with the bytes of each rank", _for_each_rank)
-        for rank, value in enumerate(of_ranks):
-            require(f"the memory limit of rank {rank}", value, BYTES)
-            if as_bytes(value) > MAX_LIMIT:
-                raise wrong(f"the memory limit of rank {rank}", value, f"at most {MAX_LIMIT:.0e} bytes")
+        raise_all(_fault(f"the memory limit of rank {rank}", value) for rank, value in enumerate(of_ranks))
         object.__setattr__(self, "memory", tuple(map(as_bytes, of_ranks)))
 
     def require_ranks(self, count: int, what: str) -> None:

@@ -13,7 +13,7 @@ from math import isclose, sqrt
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import NUMBER, as_tuple, wrong
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, raise_all
 
 MOST_SLICES = 100_000
 """The largest number of slices of a microbatch."""
@@ -43,14 +43,18 @@ def slices_of(lengths: Sequence[float], forward: float = 0.0, backward: float = 
     [0.375, 0.625]
     """
     lengths = as_tuple("lengths of slices", lengths)
-    for length in lengths:
-        if not NUMBER.accepts(length) or not 0 < length <= 1:
-            raise wrong("the length of a slice", length, "a share of the tokens, above 0 and at most 1")
+    raise_all(
+        wrong(f"the length of slice {place}", length, "a share of the tokens, above 0 and at most 1")
+        for place, length in enumerate(lengths)
+        if not NUMBER.accepts(length) or not 0 < length <= 1
+    )
     if not isclose(sum(lengths), 1, rel_tol=1e-6):
         raise InputError("the lengths of slices are shares of the tokens and sum to 1, got {got:g}", got=sum(lengths))
-    for name, share in (("forward", forward), ("backward", backward)):
-        if not NUMBER.accepts(share) or not 0 <= share <= 1:
-            raise wrong(f"the share of attention in {name}", share, "a number from 0 to 1")
+    raise_all(
+        wrong(f"the share of attention in {name}", share, "a number from 0 to 1")
+        for name, share in (("forward", forward), ("backward", backward))
+        if not NUMBER.accepts(share) or not 0 <= share <= 1
+    )
     edges = [0.0, *accumulate(lengths)]
     return tuple(Slice(end - begin, _time(begin, end, forward), _time(begin, end, backward), end - begin) for begin, end in pairwise(edges))
 

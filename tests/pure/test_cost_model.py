@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -449,9 +449,9 @@ WRONG = [
     (lambda: built().step("zb-v", 16), ("pp=8", "v=2")),
     (lambda: built(pp=1).limits(zb.Placement.linear(1)), ("395 GB", "85.9 GB", "rank 0", "GPUs")),
     (lambda: Efficiency(products=0, links=-1), ("Efficiency", "products", 0)),
-    (lambda: replace(SMALL, hidden=0), ("small", "hidden", "model", 0)),
+    (lambda: replace(SMALL, hidden=0), ("hidden", "Model", 0)),
     (lambda: replace(SMALL, heads=3), ("hidden=1024", "small", 3)),
-    (lambda: GPU("mine", (("bf16", 0.0),), 1, 1, 1, 1, 1, 1), ("bf16", "GPU", "mine", 0)),
+    (lambda: GPU("mine", (("bf16", 0.0),), 1, 1, 1, 1, 1, 1), ("bf16", "GPU", "flops", 0)),
 ]
 
 
@@ -574,3 +574,29 @@ def test_a_run_of_a_framework_keeps_the_bytes_of_its_pipeline(sizes: dict[str, i
     vocabulary = 128_256 * 8192
     assert sum(layer.parameters_bytes for layer in layers) == pytest.approx(of_one * model.parameters, rel=1e-6)
     assert layers[0].parameters_bytes == layers[-1].parameters_bytes == of_one * vocabulary
+
+
+WRONG = (float("nan"), float("inf"), -1, 10**400, "many", [1], {})
+"""Values that no field of a model, a GPU or an efficiency can have."""
+SHAPES = {"model": MODELS["llama3-70b"], "gpu": GPUS["H100"], "efficiency": Efficiency()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"), [(shape, column.name) for shape, value in SHAPES.items() for column in fields(value) if column.name != "name"]
+)
+def test_every_wrong_number_of_a_shape_is_refused(shape: str, name: str) -> None:
+    for value in WRONG:
+        with raises(InputError, name):
+            replace(SHAPES[shape], **{name: value})
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "ep", "pp", "v", "dp", "microbatch"])
+def test_every_wrong_number_of_a_setting_is_refused(name: str) -> None:
+    for value in WRONG:
+        with raises(InputError, name):
+            transformer("llama3-70b", gpu="H100", **{name: value})
+
+
+def test_all_wrong_numbers_are_named_at_once() -> None:
+    with raises(InputError, "hidden", -1, "heads", "nan", "gated", "'yes'"):
+        replace(SMALL, hidden=-1, heads=float("nan"), gated="yes")

@@ -5,12 +5,14 @@ Times and bytes are integers inside; milliseconds appear at entry points only.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.refusals import Stated, raises
-from zerobubble import Costs, InputError, Kind, Limits
+from zerobubble import Costs, InputError, Kind, Limits, Workload
 from zerobubble.costs import Level
 from zerobubble.kinds import KINDS, ValueKind
 
@@ -48,7 +50,7 @@ def test_costs_in_ms_stage_by_stage() -> None:
     [
         (lambda: Costs.uniform(2, (1, float("nan"), 1)), ("B", "cost", "nan")),
         (lambda: Costs.uniform(2, comm=-1), ("cost", "comm", -1)),
-        (lambda: Costs.uniform(0), ("costs", "stage", "least")),
+        (lambda: Costs.uniform(0), ("num_stages", 0, 1)),
         (lambda: Costs.from_ms([], [], []), ("costs", "stage", "least")),
         (lambda: Costs.from_ms([1, 2], [1], [1, 1]), ("2 stages", "backward", 1)),
         (lambda: Costs.from_ms([1, float("inf")], [1, 1], [1, 1]), ("stage 1", "forward", "inf")),
@@ -62,3 +64,38 @@ def test_costs_in_ms_stage_by_stage() -> None:
 def test_wrong_costs_are_named(build: Any, stated: Stated) -> None:
     with raises(InputError, *stated):
         build()
+
+
+WRONG = (float("nan"), float("inf"), -1, 10**400, "many", [1])
+
+
+@pytest.mark.parametrize("name", [column.name for column in fields(Costs)])
+def test_every_wrong_value_of_costs_is_named(name: str) -> None:
+    costs = Costs.uniform(3)
+    for value in WRONG:
+        length = 2 if name == "comm" else 3
+        for given in (value, (value,) * length):
+            if given == [1]:
+                continue  # a column of one stage, or a share of one microbatch
+            with raises(InputError, foreign=name.removesuffix("s")):
+                replace(costs, **{name: given})
+
+
+def test_all_wrong_values_are_named_at_once() -> None:
+    with raises(InputError, "forward", "nan", "weight", -1, "stage 0", "stage 1"):
+        Costs((float("nan"), 1), (1, 1), (1, -1), (1,), (1, 1), (1, 1))
+    with raises(InputError, "rank 0", "nan", "rank 2", -1):
+        Limits((float("nan"), 1, -1))
+    with raises(InputError, "forward", "nan", "weight", -1, "rank 0", "rank 1"):
+        Workload((float("nan"), 1), (1, 1), (1, -1), (1, 1), (1, 1), (1, 1))
+    with raises(InputError, "slice 0", "nan", "slice 1", -1):
+        Costs.uniform(3).sliced((float("nan"), -1))
+
+
+@pytest.mark.parametrize("count", [0, -1, 10**9, 10**400, 1.5, float("nan"), "4"])
+def test_wrong_numbers_of_stages_are_named(count: Any) -> None:
+    for build, name in ((Costs.uniform, "num_stages"), (partial(Workload.uniform, times=(1, 1, 1)), "num_ranks")):
+        with raises(InputError, name):
+            build(count)
+    with raises(InputError, foreign="slice"):
+        Costs.uniform(2).sliced(count)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from textwrap import wrap
 
-from zerobubble.arguments import BYTES, NUMBER, WHOLE, each, either, instance, optional, takes
+from zerobubble.arguments import BYTES, NUMBER, SIZE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
 from zerobubble.cost_model.configuration import known_model
 from zerobubble.cost_model.gpus import GPU, known_gpu
@@ -152,7 +152,7 @@ class Estimate(Displayed):
             yield from wrap(assumption, COLUMNS, initial_indent="- ", subsequent_indent="  ")
 
 
-COUNTS = dict.fromkeys(("tp", "cp", "ep", "pp", "v", "dp", "microbatch"), WHOLE)
+COUNTS = dict.fromkeys(("tp", "cp", "ep", "pp", "v", "dp", "microbatch"), SIZE)
 
 
 @takes(

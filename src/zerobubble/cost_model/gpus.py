@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from zerobubble.arguments import require_positive, takes
+from zerobubble.arguments import NUMBER, SIZE, Wanted, each, number, optional, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.units import show_bytes
@@ -25,7 +26,23 @@ From the FLOP/s over 2,048 and 8,192 tokens of cuDNN on an H200: 484 and 644 TFL
 """
 
 
-@takes()
+_RATE = number("a finite number above 0", lambda value: NUMBER.accepts(value) and 0 < value < inf)
+_BY_PRECISION = each(
+    Wanted(
+        "pairs of a precision and its FLOP/s, a finite number above 0",
+        lambda value: isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and _RATE.accepts(value[1]),
+    )
+)
+
+
+@takes(
+    name=str,
+    **dict.fromkeys(("flops", "sustained"), _BY_PRECISION),
+    **dict.fromkeys(("processors", "memory_bytes", "domain_size"), SIZE),
+    **dict.fromkeys(BANDWIDTHS, _RATE),
+    attention=optional(Wanted("two FLOP/s above 0, in F and in B", lambda value: each(_RATE).accepts(value) and len(value) == 2)),
+    effective=bool,
+)
 @dataclass(frozen=True, slots=True, repr=False)
 class GPU(Displayed):
     """A GPU in a cluster, by its data sheet: dense FLOP/s, bytes per second, bytes.
@@ -52,13 +69,6 @@ class GPU(Displayed):
     sustained: tuple[tuple[str, float], ...] = ()
     attention: tuple[float, float] | None = None
     effective: bool = False
-
-    def __post_init__(self) -> None:
-        amounts = {name: getattr(self, name) for name in ("processors", "memory_bytes", "domain_size", *BANDWIDTHS)}
-        amounts |= {f"{precision} flops": value for precision, value in self.flops}
-        amounts |= {f"sustained {precision} flops": value for precision, value in self.sustained}
-        amounts |= dict(zip(("attention flops in F", "attention flops in B"), self.attention or (), strict=False))
-        require_positive(f"GPU {self.name!r}", amounts)
 
     def _summary(self) -> str:
         computed = ", ".join(f"{flops / 1e12:,.0f} TFLOP/s in {precision}" for precision, flops in self.flops)

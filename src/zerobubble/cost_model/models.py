@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerobubble.arguments import require_positive, takes
+from zerobubble.arguments import NUMBERED, SIZE, optional, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near, raise_faults
 
 
-@takes()
+@takes(**dict.fromkeys(("queries", "keys", "plain", "rotary", "values"), SIZE))
 class Latent(NamedTuple):
     """Multi-head latent attention: queries, keys and values of all heads are up-projected from latent vectors.
 
@@ -26,7 +26,7 @@ class Latent(NamedTuple):
     values: int
 
 
-@takes()
+@takes(**dict.fromkeys(("routed", "chosen", "inner"), SIZE), **dict.fromkeys(("shared", "dense_layers", "nodes"), NUMBERED))
 class Experts(NamedTuple):
     """Experts instead of an MLP: each token goes to `chosen` of the `routed` experts, of width `inner`, and to all `shared` ones.
 
@@ -41,7 +41,19 @@ class Experts(NamedTuple):
     nodes: int = 0
 
 
-@takes()
+_COUNTS = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary", "sequence")
+_FLAGS = ("gated", "dropout", "tied", "fused_attention")
+_OPTIONAL = ("batch", "head_width", "positions")
+
+
+@takes(
+    name=str,
+    latent=optional(Latent),
+    experts=optional(Experts),
+    **dict.fromkeys(_COUNTS, SIZE),
+    **dict.fromkeys(_OPTIONAL, optional(SIZE)),
+    **dict.fromkeys(_FLAGS, bool),
+)
 @dataclass(frozen=True, slots=True, repr=False)
 class Model(Displayed):
     """The shape of a decoder-only transformer.
@@ -86,15 +98,6 @@ class Model(Displayed):
     positions: int | None = None
 
     def __post_init__(self) -> None:
-        counts = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary", "sequence")
-        whole = {name: getattr(self, name) for name in counts}
-        if self.head_width is not None:
-            whole["head_width"] = self.head_width
-        if self.latent is not None:
-            whole |= {f"latent {name}": width for name, width in self.latent._asdict().items()}
-        if self.experts is not None:
-            whole |= {f"experts' {name}": getattr(self.experts, name) for name in ("routed", "chosen", "inner")}
-        require_positive(f"model {self.name!r}", whole)
         raise_faults(self._faults())
 
     def _faults(self) -> Iterator[str]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, as_tuple, optional, require_amount, require_ms, takes, wrong
-from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
+from zerobubble.arguments import NUMBER, WHOLE, amount_fault, as_tuple, optional, require_ms, takes, wrong
+from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, STAGES, TIMES, UNIT_BYTES, Costs, Limits
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError, reading, whole
+from zerobubble.errors import InputError, raise_all, reading, whole
 from zerobubble.ir import Placement
 from zerobubble.partition.speeds import Links, at_speed, link_between
 from zerobubble.units import MOST, counted, show_ms, show_range
@@ -66,14 +66,16 @@ class Workload(Displayed):
             object.__setattr__(self, name, getattr(self, name) or (0,) * ranks)
         if ranks == 0:
             raise InputError("a workload needs at least one rank")
-        for column in fields(self):
-            values = getattr(self, column.name)
-            if column.name == FUSED and not values:
-                continue
-            if len(values) != ranks:
-                raise wrong(f"the number of values of {column.name} in a workload", len(values), f"{ranks}, one per rank")
-            for rank, value in enumerate(values):
-                require_amount(f"{column.name} of rank {rank}", value, MOST_BUCKETS if column.name == "buckets" else MOST)
+        raise_all(fault for column in fields(self) for fault in self._faults_of_column(column.name))
+
+    def _faults_of_column(self, name: str) -> Iterator[InputError | None]:
+        values = getattr(self, name)
+        if name == FUSED and not values:
+            return
+        if len(values) != self.num_ranks:
+            yield wrong(f"the number of values of {name} in a workload", len(values), f"{self.num_ranks}, one per rank")
+        for rank, value in enumerate(values):
+            yield amount_fault(f"{name} of rank {rank}", value, MOST_BUCKETS if name == "buckets" else MOST)
 
     def _summary(self) -> str:
         return f"of {counted(self.num_ranks, 'rank')}: {self.times_text}"
@@ -92,7 +94,7 @@ class Workload(Displayed):
         return len(self.forward)
 
     @classmethod
-    @takes(num_ranks=WHOLE, times=TIMES, comm=NUMBER, held=NUMBER, reduce=NUMBER, buckets=WHOLE, fused=optional(NUMBER))
+    @takes(num_ranks=STAGES, times=TIMES, comm=NUMBER, held=NUMBER, reduce=NUMBER, buckets=WHOLE, fused=optional(NUMBER))
     def uniform(
         cls,
         num_ranks: int,
