@@ -12,7 +12,7 @@ from tests.refusals import Stated, raises, states
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.export.heading import BETWEEN
-from zerobubble.export.palette import LATER_STAGES, LEAST_CONTRAST, contrast, ink, shade
+from zerobubble.export.palette import LATER_STAGES, LEAST_CONTRAST, NUMBERS, contrast, ink, shade
 from zerobubble.export.svg import LEFT, ROW, STYLE, timeline_svg, without_tooltips
 from zerobubble.kinds import KINDS, Kind
 from zerobubble.rules import complete_sets
@@ -91,7 +91,20 @@ def test_the_legend_has_the_shades_drawn_and_says_what_they_mean(names: tuple[st
 def test_the_entries_of_a_legend_are_equally_far_apart() -> None:
     entries = list(legend(timeline_svg(played("1f1b"), played("zb-v"), memory=True)).values())
     gaps = [left - right for (_, _, right), (_, left, _) in pairwise(entries)]
-    assert gaps == pytest.approx([BETWEEN] * 6, abs=0.11)
+    assert gaps == pytest.approx([BETWEEN] * (len(entries) - 1), abs=0.11)
+
+
+def boxed_numbers(picture: str) -> list[str]:
+    """The numbers in boxes."""
+    return [text.text or "" for text in ElementTree.fromstring(picture).iterfind(".//s:g[@stroke-width]/s:text", NS)]
+
+
+def test_a_legend_says_what_the_numbers_are_where_passes_have_them() -> None:
+    for microbatches in (8, 400):
+        picture = timeline_svg(played("1f1b", 4, microbatches))
+        entries = legend(picture)
+        assert (NUMBERS in entries) == (microbatches == 8)
+        assert bool(boxed_numbers(picture)) == (microbatches == 8)
 
 
 def test_two_overlapped_passes_share_the_height_of_one() -> None:

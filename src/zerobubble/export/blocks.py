@@ -9,8 +9,8 @@ from typing import NamedTuple
 from zerobubble.blocks import Block, Layout, Steps, lifespans, memory_law
 from zerobubble.costs import NS_PER_MS
 from zerobubble.export.heading import Entry, heading, swatch
-from zerobubble.export.palette import ink, shade
-from zerobubble.export.svg import HATCH, beginning, describe, digits_of, fitting, require_width
+from zerobubble.export.palette import NUMBERS, ink, shade
+from zerobubble.export.svg import APART, HATCH, beginning, describe, digits_of, fitting, has_numbers, require_width
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Span
 
@@ -88,7 +88,9 @@ def _document(scale: _Scale, block: Block, drawn: Sequence[Panel]) -> Iterator[s
     title = f"{block.name} on {block.placement.num_ranks} ranks, {drawn[1].layout.num_microbatches} microbatches"
     kinds = [kind for kind in KINDS if any(start.op.kind is kind for row in block.starts for start in row)]
     shaded = drawn[1].layout.num_microbatches > block.num_microbatches
-    head = heading(title, _legend(kinds, shaded=shaded, later=block.placement.stages_per_rank > 1), scale.width)
+    pixels = (scale.x(1) - scale.x(0)) / NS_PER_MS
+    numbered = any(has_numbers(panel.layout.timeline, pixels) for panel in drawn)
+    head = heading(title, _legend(kinds, numbered=numbered, shaded=shaded, later=block.placement.stages_per_rank > 1), scale.width)
     bottom = head.height + sum(scale.height(panel) for panel in drawn)
     yield from beginning(f"{title}: block, repeated, squeezed, reordered", scale.width, bottom + AXIS, "".join(_rules(kinds)), head, HATCH)
     top = head.height
@@ -106,10 +108,12 @@ def _rules(kinds: Iterable[Kind]) -> Iterator[str]:
             yield f".{kind}{copy}{{fill:{color}}}.on{kind}{copy}{{fill:{ink(color)}}}"
 
 
-def _legend(kinds: Sequence[Kind], *, shaded: bool, later: bool) -> Iterator[Entry]:
+def _legend(kinds: Sequence[Kind], *, numbered: bool, shaded: bool, later: bool) -> Iterator[Entry]:
     for kind in kinds:
         yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}0"')])
     yield Entry("idle", [swatch('fill="url(#idle)"')])
+    if numbered:
+        yield Entry(NUMBERS, [])
     if shaded:
         yield Entry(f"lighter: later microbatch, {SHADES} shades in turn", [])
     if later:
@@ -132,7 +136,7 @@ def _panel(scale: _Scale, block: Block, panel: Panel, number: int, top: int) -> 
 
 def _box(scale: _Scale, block: Block, layout: Layout, span: Span, later: bool, y: int, digits: int) -> str:
     x, end = scale.x(span.start / NS_PER_MS), scale.x(span.end / NS_PER_MS)
-    width = max(0.4, end - x - 0.7)
+    width = max(0.4, end - x - APART)
     name = f"{span.op.kind}{span.op.microbatch // block.num_microbatches % SHADES}"
     text = ""
     if size := fitting(width, digits):

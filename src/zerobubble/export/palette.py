@@ -16,6 +16,8 @@ REDUCTION_COLOR = "#a0527f"
 COPY_COLORS: dict[Copying, str] = {Copying.TO_HOST: "#b3541e", Copying.FROM_HOST: "#2f7f93"}
 """Colors of copies to the host and back."""
 
+NUMBERS = "number: microbatch"
+"""The numbers in boxes, in a legend."""
 LATER_STAGES = "lighter: later stages of the rank"
 """The shades in a legend."""
 

@@ -15,7 +15,7 @@ from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
 from zerobubble.export.heading import Entry, Heading, heading, swatch
-from zerobubble.export.palette import COPY_COLORS, LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, shades_drawn, stage_order
+from zerobubble.export.palette import COPY_COLORS, LATER_STAGES, NUMBERS, REDUCTION_COLOR, ink, num_shades, shade, shades_drawn, stage_order
 from zerobubble.kinds import traits_of
 from zerobubble.timeline import Cause, Copy, Copying, Reduction, Span, Timeline, Why, lanes
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
@@ -64,6 +64,8 @@ class Size(NamedTuple):
 _HALF = (ROW - 1) / 2
 SIZES = (Size("small", 6.3, 3, 4), Size("tiny", 5.2, 2.2, 3.2), Size("mini", 3.6, 1.2, 2.2))
 """Sizes of the numbers in boxes."""
+APART = 0.7
+"""Pixels between boxes."""
 _SHAPES = {
     (0, 1): _Shape(0, ROW, SIZES),
     (0, 2): _Shape(0, _HALF, SIZES[1:]),
@@ -210,6 +212,8 @@ def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) 
     """Yield an entry per kind, with a swatch per shade drawn, and one for each other thing drawn."""
     for kind, places in shades_drawn(*timelines).items():
         yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}{place}"') for place in places])
+    if any(has_numbers(timeline, scale.x(1) - scale.x(0)) for timeline in timelines):
+        yield Entry(NUMBERS, [])
     if scale.shades > 1:
         yield Entry(LATER_STAGES, [])
     if any(timeline.reductions for timeline in timelines):
@@ -292,7 +296,7 @@ def _boxes(scale: _Scale, timeline: Timeline, row: Sequence[Span], places: dict[
 def _box(scale: _Scale, timeline: Timeline, span: Span, shape: _Shape, digits: int) -> str:
     """Return a pass as a line from its start to its end, as wide as the group is high."""
     x, end = scale.x(span.start - timeline.start), scale.x(span.end - timeline.start)
-    width = max(0.4, end - x - 0.7)
+    width = max(0.4, end - x - APART)
     box = f'<path d="M{x:.1f} 0h{width:.1f}"><title>{escape(describe(timeline, span))}</title></path>'
     if size := fitting(width, digits, shape.sizes):
         box += f'<text class="{size.name}" x="{x + width / 2:.1f}" y="{size.drop:g}">{span.op.microbatch}</text>'
@@ -304,6 +308,12 @@ def digits_of(timeline: Timeline) -> int:
     return len(str(max((span.op.microbatch for _, span in timeline.spans()), default=0)))
 
 
+def has_numbers(timeline: Timeline, pixels: float) -> bool:
+    """Return whether the longest pass has room for its number, with this many `pixels` per ns."""
+    longest = max((span.end - span.start for _, span in timeline.spans()), default=0)
+    return fitting(longest * pixels - APART, digits_of(timeline)) is not None
+
+
 def fitting(width: float, digits: int, sizes: Sequence[Size] = SIZES) -> Size | None:
     """Returns the largest size at which a number of `digits` digits fits into a box of `width` pixels; None if none does."""
     return next((size for size in sizes if width >= size.digit * digits + size.margin), None)
@@ -312,7 +322,7 @@ def fitting(width: float, digits: int, sizes: Sequence[Size] = SIZES) -> Size | 
 def _bar(scale: _Scale, timeline: Timeline, one: Reduction | Copy, name: str, what: str, y: int) -> str:
     x, end = scale.x(one.start - timeline.start), scale.x(one.end - timeline.start)
     when = f"{show_ms(one.start - timeline.start)} to {show_ms(one.end - timeline.start)}"
-    bar = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - 0.7):.2f}" height="{BAR}" rx="1.5"/>'
+    bar = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - APART):.2f}" height="{BAR}" rx="1.5"/>'
     return f"<g>{bar}<title>{escape(what)}; {when}</title></g>"
 
 

@@ -80,8 +80,15 @@ function legend(timelines, data) {
   if (timelines.some((t) => t.copies.length)) made.append(...data.copying.map(({ color, text }) => labeled(color, text)));
   if (shades > 1) made.append(element("li", "lighter: later stages of the rank"));
   if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ color, text }) => shownWith("lanes", labeled(color, text))));
-  made.append(...memoryLegend(timelines), element("li", "zoom in for the numbers of microbatches", { class: "narrow" }));
+  made.append(...memoryLegend(timelines), numbers());
   return made;
+}
+
+// What the numbers in passes are, and where to find those that do not fit.
+function numbers() {
+  const item = element("li", "number: microbatch");
+  item.append(element("span", "; zoom in for more", { class: "narrow" }));
+  return item;
 }
 
 // The colors of a kind's passes, at most four.
