@@ -179,6 +179,10 @@ def test_the_main_cause_has_its_passes_its_rank_and_its_wait() -> None:
     waits = Costs.from_ms((1, 1), (1, 1), (1, 1), 1.0)
     for run, part, rank, *words in (
         (simulate(SCHEDULE, Costs.from_ms((1, 2), (1, 1), (1, 1))), "passes", 1, "F", "stage 1", "2 ms", "2.00x", "rank 0", "4 ms"),
+        (
+            simulate(SCHEDULE, Costs.from_ms((1, 2), (1, 2), (1, 4))),
+            *("passes", 1, "F", "BW", "stage 1", "2 ms", "2.00x", "6 ms", "3.00x", "rank 0"),
+        ),
         (play_with(SCHEDULE, COSTS, {Op.parse("1F2"): 9 * NS_PER_MS}, {}), "noise", 1, "1F2", "10 ms", "1 ms", "rank 0 waits"),
         (simulate(SCHEDULE, waits), "messages", 0, "rank 1", "1 ms", "0 ms"),
         (play_with(SCHEDULE, COSTS, {}, {Op.parse("1BW0"): 5 * NS_PER_MS}), "host", 1, "5 ms"),

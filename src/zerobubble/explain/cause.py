@@ -22,6 +22,9 @@ class Replays(NamedTuple):
 LEAST = 200
 """A run that differs from its plan by less than one part in `LEAST` has no cause."""
 
+NAMED = 3
+"""The most passes that a sentence names."""
+
 
 def main_cause(replays: Replays, accounts: Sequence[Account], drifts: Sequence[Drift], extra: int) -> Cause | None:
     """Returns the cause that changes the makespan most in the direction of `extra` (ns); None if the run is as long as planned."""
@@ -45,10 +48,16 @@ def main_cause(replays: Replays, accounts: Sequence[Account], drifts: Sequence[D
 
 
 def _passes(replays: Replays, accounts: Sequence[Account], drifts: Sequence[Drift], sign: int) -> tuple[int, str]:
-    drift = max(drifts, key=lambda one: (sign * one.makespan, sign * one.steps * (one.measured - one.planned)))
-    ranks = " and ".join(f"rank {rank}" for rank in drift.ranks)
-    waiting = _waiting([account.passes.idle for account in accounts], drift.ranks)
-    return drift.ranks[0], f"{drift.name} on {ranks} takes {drift.change}{waiting}"
+    most = sorted(drifts, key=lambda one: (sign * one.makespan, sign * one.steps * (one.measured - one.planned)), reverse=True)
+    off = [drift for drift in most if drift.is_off and sign * (drift.measured - drift.planned) > 0] or most[:1]
+    named = ", ".join(f"{drift.name} on {_ranks(drift)} takes {drift.change}" for drift in off[:NAMED])
+    more = f", and {len(off) - NAMED} more are off" if len(off) > NAMED else ""
+    ranks = off[0].ranks
+    return ranks[0], f"{named}{more}{_waiting([account.passes.idle for account in accounts], ranks)}"
+
+
+def _ranks(drift: Drift) -> str:
+    return " and ".join(f"rank {rank}" for rank in drift.ranks)
 
 
 def _noise(replays: Replays, accounts: Sequence[Account], drifts: Sequence[Drift], sign: int) -> tuple[int, str]:
