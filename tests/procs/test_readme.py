@@ -45,6 +45,13 @@ def test_the_first_minutes_go_on_with_a_planned_schedule(tmp_path: Path) -> None
     assert float(after) < float(before)
 
 
+def test_the_page_on_own_schedules_trains_with_one(tmp_path: Path) -> None:
+    printed = run_forked("".join(programs_of("docs/own-schedule.md")[:2]), tmp_path, 2)
+    (name, loss), *others = re.findall(r"(\S+): loss ([\d.]+)", printed)
+    assert (name, others) == ("early-w", [])
+    assert float(loss) < 0.02
+
+
 @pytest.mark.long
 def test_the_page_on_hooks_keeps_replicas_equal(tmp_path: Path) -> None:
     program, _ = programs_of("docs/hooks.md")

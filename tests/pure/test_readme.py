@@ -25,6 +25,8 @@ README, PLANNER, SCHEDULES, OWN = (
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMMAND = r"^\$ (?:\.venv/bin/)?zerobubble (.*)\n((?:(?!\$ |```).*\n)*)"
+OWN = re.sub(r"```python\nimport torch\n.*?```", "", OWN, flags=re.DOTALL)
+"""The page without the program that trains, which tests/procs runs."""
 
 
 def test_the_readme_is_short() -> None:
