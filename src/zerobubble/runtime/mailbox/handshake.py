@@ -25,7 +25,6 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import KINDS
@@ -54,7 +53,7 @@ class StepStart:
     Messages between ranks from position `announced_from` of the chain on announce their shapes: 0 means all of them, the number of ranks
     means none. `num_microbatches`, `evaluating` and `digest`, of its text, identify the schedule. Unless `more` is 0, a `StepOrder` of so
     many numbers follows. `stepped` says whether an optimizer of the sending rank has stepped since the last training step. `data` is the
-    digest of the inputs and targets that the first rank was given, 0 if it is not known. A call that the first rank refuses has no
+    number of the batch that the first rank was given (see `batch_digests`), 0 if it is not known. A call that the first rank refuses has no
     microbatches.
     """
 
@@ -153,6 +152,7 @@ class StepMessages(NamedTuple):
     """The `known` shapes of a step's messages, the ranks whose messages are `announced`, and the batch size of the first rank.
 
     `order` has the microbatch at each place of the schedule. `passes` replace those of the schedule unless they are empty; see `StepOrder`.
+    `data` is the number that the first rank has sent for its batch.
     """
 
     known: KnownMessages
@@ -160,6 +160,7 @@ class StepMessages(NamedTuple):
     batch_size: int
     order: tuple[int, ...]
     passes: tuple[int, ...]
+    data: int
 
 
 class StepHandshake:
@@ -199,8 +200,8 @@ class StepHandshake:
 
         `form` is what changes with the messages of this rank for the same inputs, such as which parameters require a gradient. With the
         `costs` of the first rank, microbatches take the places that these choose, in passes that were planned ahead if there are any;
-        otherwise the order of the data. Warns once if this rank has `stepped` its optimizer and the rank before it has not, or vice versa,
-        and if the inputs and targets of this rank have other `data` than those of the first rank.
+        otherwise the order of the data. Warns once if this rank has `stepped` its optimizer and the rank before it has not, or vice versa.
+        `data` is the number of this rank's batch, which the first rank sends.
 
         Raises `InputError` if this rank is in another call, or plays something else, than the rank that starts the step, and `RefusedError`
         if the first rank refuses the call.
@@ -219,13 +220,13 @@ class StepHandshake:
             start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._peers.rank)))
         self._forms[start.key] = form
         self._compare_steps(start.stepped, stepped)
-        self._compare_data(start.data, data)
         self._forward(start if stepped is Stepped.UNKNOWN else replace(start, stepped=stepped))
         if start.more:
             self._sending += [self._peers.send_control(plays, rank) for rank in self._children]
         if start.announced_from == 0:
             self._known[start.key] = KnownMessages()
-        return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size, plays.order, plays.passes)
+        known, announced = self._known[start.key], self._announced(start.announced_from)
+        return StepMessages(known, announced, start.batch_size, plays.order, plays.passes, start.data)
 
     def refuse(self, call: int) -> StepStart | None:
         """Forwards to the ranks behind that the `call` is refused. Returns the start that this rank received instead, if any.
@@ -324,15 +325,6 @@ class StepHandshake:
             f"an optimizer of rank {stepped} has stepped since the last training step, and none of rank {other} has, so their stages train "
             "differently: decide whether to step from values that all ranks have, such as pipe.clip_grad_norm_(math.inf)",
             stacklevel=2,
-        )
-
-    def _compare_data(self, theirs: int, mine: int) -> None:
-        if 0 in (theirs, mine) or theirs == mine:
-            return
-        first, last = self._members[self._chain[0]], self._me
-        warn_user(
-            f"ranks {first} and {last} were given different batches: inputs of rank {first} train with targets of rank {last}; give both "
-            f"the same batch, with one seed for shuffling and no DistributedSampler, or give None for what a rank does not need"
         )
 
     def _compare(self, start: StepStart, parent: int) -> None:

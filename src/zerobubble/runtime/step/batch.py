@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache, partial
-from hashlib import sha256
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from zerobubble.arguments import wrong
 from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import InputError
-from zerobubble.runtime.stage.whole_model import digest
 from zerobubble.runtime.step.batch_objects import FROM_NUMPY, NamedBatch, cut_structures
 from zerobubble.runtime.step.batch_objects import BatchDims as BatchDims
 from zerobubble.runtime.step.input_gradients import InputGradients
@@ -47,13 +44,6 @@ class StepInputs(NamedTuple):
     kwargs: Any
     batch_dims: BatchDims
     scaler: torch.amp.GradScaler | None = None
-
-    def digest(self) -> int:
-        """Returns a number for values of the inputs and targets, which a float64 represents exactly; 0 if either is missing."""
-        if self.inputs is None or self.targets is None:
-            return 0
-        tensors = [leaf for leaf in tree_leaves((self.inputs, self.targets)) if type(leaf) is Tensor and not leaf.is_nested]
-        return int.from_bytes(sha256("".join(map(digest, tensors)).encode()).digest()[:6], "big")
 
     def refuse_missing(self, rank: int, *, is_first: bool, needs_targets: bool) -> None:
         """Raises `InputError` if `rank` needs inputs or targets but got none."""

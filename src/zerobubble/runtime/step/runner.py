@@ -41,6 +41,7 @@ from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.batch import StepInputs
+from zerobubble.runtime.step.batch_digests import BatchDigests
 from zerobubble.runtime.step.captured_step import WITHOUT_STEP, CapturedStep
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
@@ -116,6 +117,7 @@ class StepRunner:
         self._watching_copies = watching_copies
         self._played: tuple[Schedule, Sequence[int]] | None = None
         self._input_gradients = InputGradients()
+        self._digests = BatchDigests(stages.device)
         self._num_steps = 0
         self._num_evaluations = 0
         self._nothing = nn.Parameter(torch.empty(0, dtype=torch.float32, device=stages.device))
@@ -433,9 +435,12 @@ class StepRunner:
         """Opens the step with the other ranks, and returns what they agree on."""
         form = (*executor.trained, self._stages.num_changes)
         stepped = self._stepped() if trains else Stepped.UNKNOWN
-        pairs_ranks = trains and self._num_steps == 0 and mine.is_first != mine.is_last
-        data = given.digest() if pairs_ranks else 0  # in the first step only, because it reads from the device
+        firsts, lasts = executor.ends
+        pairs_ranks = {self.rank} < {*firsts, *lasts} and given.inputs is not None and given.targets is not None
+        batch, is_first_step = (given.inputs, given.targets), trains and self._num_steps == 0
+        data = self._digests.of(self.guard.num_calls, batch, waits=is_first_step) if pairs_ranks else 0
         opened = executor.handshake.open(self.guard.num_calls, mine.arguments, mine.batch.batch_size, form, costs, stepped, data)
+        self._digests.compare(opened.data, data, (self.peers.members[firsts[0]], self.peers.members[self.rank]))
         if trains:  # in a call that is refused, other ranks did not ask
             self.optimizers.has_stepped = False
         return opened
