@@ -701,3 +701,41 @@ def test_outputs_are_joined_along_the_dimension_named(world: Ranks) -> None:
 def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
     printed = run_forked(programs_of("docs/batches.md")[0], tmp_path, 2)
     assert [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)] == pytest.approx([4, 4, 4], abs=0.5)
+
+
+class OfViews(nn.Module):
+    """A model whose only argument is a list of views of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, views: list[Tensor]) -> Tensor:
+        x = sum(self.layers[0](view) for view in views)
+        for layer in self.layers[1:]:
+            x = layer(x).tanh()
+        return x
+
+
+def of_views(group: Any, schedule: str) -> tuple[str, float, float]:
+    """The error for as many views as microbatches, and the losses of both remedies, for 4 views of 8 samples."""
+    draws = torch.Generator().manual_seed(0)
+    views = list(torch.randn(4, 8, 4, generator=draws, dtype=torch.float64))
+    target = torch.randn(8, 4, generator=draws, dtype=torch.float64)
+    with zb.Pipeline(zb.split(OfViews(), example=(views,)), schedule, 4, nn.functional.mse_loss, group=group) as pipe:
+        with pytest.raises(zb.InputError) as caught:
+            pipe.step(views, target)
+        as_tuple = pipe.step((views,), target)
+        parts = [([view[part] for view in views],) for part in torch.arange(8).chunk(4)]
+        return str(caught.value), as_tuple.item(), pipe.step(parts, list(target.chunk(4))).item()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_as_many_views_as_microbatches_are_no_microbatches(world: Ranks, schedule: str) -> None:
+    draws = torch.Generator().manual_seed(0)
+    views = list(torch.randn(4, 8, 4, generator=draws, dtype=torch.float64))
+    expected = nn.functional.mse_loss(OfViews()(views), torch.randn(8, 4, generator=draws, dtype=torch.float64)).item()
+    for text, *losses in world.run(of_views, schedule, ranks=2):
+        states(text, 4, 8, "(views,)")
+        assert losses == pytest.approx([expected, expected], rel=1e-12)

@@ -7,8 +7,18 @@ from typing import Any
 
 from torch import nn
 
+from zerobubble.errors import InputError
 from zerobubble.runtime.executor.executor import Executor
-from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, sample_slices, split_batch
+from zerobubble.runtime.step.batch import (
+    GIVEN_AS_LIST,
+    NO_BATCH,
+    SplitBatch,
+    StepInputs,
+    as_arguments,
+    refuse_other_size,
+    sample_slices,
+    split_batch,
+)
 from zerobubble.runtime.step.captured_step import CapturedStep
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.named_arguments import NamedArguments, positional_names, refuse_other_kwargs, split_kwargs
@@ -58,18 +68,17 @@ class RankInputs:
         inputs = self._split(self._given.inputs, "inputs", names) if self.is_first else NO_BATCH
         targets = self._targets()
         if self.is_first:
+            _refuse_views(inputs, targets)
             self.named = self._named(inputs.batch_size, inputs)
-        self.batch, self.targets = self._placed("inputs", inputs), self._placed("targets", targets)
+        self.batch, self.targets = self._placed("inputs", inputs), self._placed("targets", targets) if self.is_last else NO_BATCH
         self.arguments = [as_arguments(microbatch) for microbatch in self.batch.microbatches]
 
     def _targets(self) -> SplitBatch:
         """Cuts the targets. The first rank checks those that it is given: their rank would refuse them once others have begun the step."""
         if self._given.targets is None or not (self.is_first or self.is_last):
             return NO_BATCH
-        if self.is_last:
-            return self._split(self._given.targets, "targets")
-        split_batch(self._given.targets, self._count, "targets", InputGradients(), self._given.batch_dims)
-        return NO_BATCH
+        gradients = self._gradients if self.is_last else InputGradients()
+        return split_batch(self._given.targets, self._count, "targets", gradients, self._given.batch_dims)
 
     def know_size(self, size: int, of_rank: int) -> None:
         """Cuts the rest, now that the batch of the first rank, `of_rank`, is known to have this `size`; raises `InputError` for another."""
@@ -97,3 +106,16 @@ class RankInputs:
         """Returns the slices of a batch, where a captured step reads them."""
         batch = cut_sequences(batch, self._slices, what)
         return batch if self._captured is None else batch._replace(microbatches=self._captured.inputs(what, batch.microbatches))
+
+
+def _refuse_views(inputs: SplitBatch, targets: SplitBatch) -> None:
+    """Raises `InputError` for a list in which each item has all samples of the targets: views of one batch, and no microbatches."""
+    count, size = len(inputs.sizes), targets.batch_size
+    if inputs.batch_size == GIVEN_AS_LIST != size and count > 1 and set(inputs.sizes) == {size}:
+        raise InputError(
+            "inputs are a list of {count} items of {size} samples each, and a list has the microbatches, but the targets have {size} "
+            "samples in all",
+            count=count,
+            size=size,
+            remedy="give a model that takes a list a tuple with it, step((views,), targets), and targets of microbatches as a list, too",
+        )
