@@ -133,7 +133,9 @@ def refuse_what_is_not_plain(values: Mapping[str, Any]) -> None:
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise InputError("{name} is not made of numbers, text, lists and dicts: {reason}", name=name, reason=str(error)) from None
+            message = "{name} is not made of numbers, text, lists and dicts: {reason}"
+            remedy = "give tensors and arrays as .item() or .tolist(), or make larger ones buffers of the model" if name == "extra" else ""
+            raise InputError(message, name=name, reason=str(error), remedy=remedy) from None
 
 
 def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mapping[str, Any]) -> list[str]:
