@@ -330,3 +330,42 @@ def test_a_stage_unfrozen_where_no_rank_is_reported_is_an_error(world: Ranks) ->
     for text in world.run(thaw_untold, ranks=2):
         states(text, "stage 2", "microbatch 0")
         states(text, "Pipeline", "stages")
+
+
+class Padded(nn.Module):
+    """An encoder of torch, which makes nested tensors of padded sequences in evaluation, between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+        self.encoder = nn.TransformerEncoder(layer, 4)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Any:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def of_padded(group: Any, *, is_nested: bool) -> tuple[str, float]:
+    """The error of an evaluation, if any, and how far its output is from one device."""
+    model, one_device = Padded(), Padded().eval()
+    model.encoder.use_nested_tensor = one_device.encoder.use_nested_tensor = is_nested
+    x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    padding = torch.arange(5) >= torch.tensor([[5], [3], [5], [2]])
+    with zb.Pipeline(zb.split(model, example=(x, padding)), "gpipe", 2, loss_fn, group=group) as pipe:
+        try:
+            _, output = pipe.eval_step((x, padding))
+        except zb.PipelineError as error:
+            return str(error), 0.0
+    with torch.no_grad():
+        return "", 0.0 if output is None else (output - one_device(x, padding)).abs().max().item()
+
+
+def both_padded(group: Any) -> tuple[tuple[str, float], tuple[str, float]]:
+    return of_padded(group, is_nested=False), of_padded(group, is_nested=True)
+
+
+def test_nested_tensors_of_an_encoder_are_refused_with_a_remedy(world: Ranks) -> None:
+    for padded, nested in world.run(both_padded, ranks=2):
+        assert padded[0] == ""
+        assert padded[1] <= 1e-12
+        states(nested[0], "use_nested_tensor = False")

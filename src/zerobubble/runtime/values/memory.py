@@ -40,7 +40,10 @@ def why_not_sent(tensor: Tensor, device: torch.device) -> str | None:
     if not has_plain_type(tensor) and not tensor.is_nested:
         return f"is a {type(tensor).__name__}, whose numbers alone would arrive; {_remedy_for(tensor)}"
     if tensor.is_nested:
-        return "is a nested tensor; pass what it is made of, such as .values() and .offsets(), or pad it"
+        return (
+            "is a nested tensor; pass what it is made of, such as .values() and .offsets(), or pad it: for an nn.TransformerEncoder, which "
+            "makes one in evaluation, set encoder.use_nested_tensor = False"
+        )
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}); pass it .to_dense(), or its indices and values"
     if tensor.is_quantized:
