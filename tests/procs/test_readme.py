@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import zerobubble as zb
 from docs.api import parsed
@@ -50,6 +52,42 @@ def test_the_page_on_own_schedules_trains_with_one(tmp_path: Path) -> None:
     (name, loss), *others = re.findall(r"(\S+): loss ([\d.]+)", printed)
     assert (name, others) == ("early-w", [])
     assert float(loss) < 0.02
+
+
+def test_the_gan_of_the_training_page_has_the_losses_of_one_device(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/training.md")
+    assert "float" not in program
+    double = program.replace("import zerobubble as zb\n", "import zerobubble as zb\ntorch.set_default_dtype(torch.float64)\n").replace(
+        ".6f", ".12f"
+    )
+    shown = [tuple(map(float, pair)) for pair in re.findall(r"discriminator ([\d.]+), generator ([\d.]+)", run_forked(double, tmp_path, 2))]
+    assert shown == [pytest.approx(pair, abs=1e-9) for pair in losses_of_a_gan(20)[4::5]]
+
+
+def losses_of_a_gan(steps: int) -> list[tuple[float, float]]:
+    """The losses of discriminator and generator in the usual loop on one device, in the order of the page's random numbers."""
+    torch.manual_seed(0)
+    double = {"dtype": torch.float64}
+    parts = [
+        nn.Sequential(nn.Linear(inputs, 32, **double), nn.Tanh(), nn.Linear(32, outputs, **double))
+        for inputs, outputs in ((4, 8), (8, 2), (2, 8), (8, 1))
+    ]
+    generator, discriminator = nn.Sequential(*parts[:2]), nn.Sequential(*parts[2:])
+    optimizers = [torch.optim.Adam(network.parameters(), lr=0.002) for network in (generator, discriminator)]
+    true, false = torch.ones(64, 1, **double), torch.zeros(64, 1, **double)
+    found = []
+    for _ in range(steps):
+        real, noise = torch.randn(64, 2, **double) + 2, torch.randn(64, 4, **double)
+        judged = bce(discriminator(torch.cat([real, generator(noise).detach()])), torch.cat([true, false]))
+        discriminator.zero_grad()
+        judged.backward()
+        optimizers[1].step()
+        fooled = bce(discriminator(generator(noise)), true)
+        generator.zero_grad()
+        fooled.backward()
+        optimizers[0].step()
+        found.append((judged.item(), fooled.item()))
+    return found
 
 
 @pytest.mark.long
