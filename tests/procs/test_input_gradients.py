@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -249,3 +250,31 @@ def uncut(group: Any, kind: str) -> str:
 def test_what_cannot_be_cut_is_asked_for_as_a_list(world: Ranks, kind: str, words: str) -> None:
     for text in world.run(uncut, kind, ranks=2):
         states(text, words, 4, "tensor", "microbatches")
+
+
+def outside(group: Any, what: str) -> list[list[str]]:
+    """The warnings of three steps with a parameter outside of the model, which the optimizer holds and which it does not."""
+    texts = []
+    for is_held in (True, False):
+        torch.manual_seed(0)
+        free = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)))
+        x = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            zb.Pipeline(zb.split(model, example=x), "1f1b", 2, nn.functional.mse_loss, group=group) as pipe,
+        ):
+            warnings.simplefilter("always")
+            optimizer = torch.optim.SGD([*pipe.parameters(), *([free] if is_held else [])], lr=0.1)
+            for _ in range(3):
+                pipe.step(*((x * free, x) if what == "inputs" else (x, x * free)))
+                optimizer.step()
+                optimizer.zero_grad()
+        texts.append([str(each.message) for each in caught if "gradients are there" in str(each.message)])
+    return texts
+
+
+@pytest.mark.parametrize(("what", "rank"), [("inputs", 1), ("targets", 0)])
+def test_parameters_that_another_rank_trains_are_warned_of_once(world: Ranks, what: str, rank: int) -> None:
+    found = world.run(outside, what, ranks=2)
+    assert [[len(texts) for texts in of_rank] for of_rank in found] == [[int(number == rank), 0] for number in range(2)]

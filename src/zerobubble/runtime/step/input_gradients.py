@@ -6,11 +6,12 @@ pass of the step. A given leaf then has its sum in `.grad`, and the graph behind
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.buffers import making_tensors
@@ -91,3 +92,24 @@ def _detached(given: Tensor) -> Tensor:
 
 def _narrow(tensor: Tensor, rows: slice, dim: int) -> Tensor:
     return tensor.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def parameters_behind(tensors: Iterable[Tensor]) -> set[Tensor]:
+    """Returns the parameters that `tensors` are made of. Their graphs are traversed once per node."""
+    found: set[Tensor] = set()
+    left: list[Any] = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            left.append(tensor.grad_fn)
+        elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            found.add(tensor)
+    seen = {None}
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
+            found.add(variable)
+        left += [following for following, _ in node.next_functions]
+    return found

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
 from zerobubble.runtime.failure.guard import CLOSED, FailureGuard
@@ -125,6 +126,8 @@ class SteppingOptimizers:
         self.validated: tuple[Optimizer, ...] = ()
         self.has_stepped = False
         """Whether any optimizer of the process has stepped since the last training step, also one of other ranks' parameters alone."""
+        self.elsewhere: dict[Tensor, str] = {}
+        """Parameters that get their gradients on another rank, since that one uses the arguments that they make, with what these are."""
         self._is_stepping = False
 
     @contextmanager
@@ -145,8 +148,21 @@ class SteppingOptimizers:
         if optimizer not in self.seen:
             _refuse_mixed(optimizer)
         self.seen.add(optimizer)
+        if self.elsewhere:
+            self._warn_of_drift(optimizer)
         if not is_announced and self._guard.closed != CLOSED:
             self._announce()
+
+    def _warn_of_drift(self, optimizer: Optimizer) -> None:
+        """Warns, once, of parameters that `optimizer` cannot step on this rank."""
+        held = [self.elsewhere[parameter] for parameter in parameters_of([optimizer]) if parameter in self.elsewhere]
+        if held:
+            self.elsewhere.clear()
+            warn_user(
+                f"{type(optimizer).__name__} holds {counted(len(held), 'parameter')} that {held[0]} of step are made of, but another rank "
+                f"uses these {held[0]}, and gradients are there alone: on this rank the parameters stay as they are. Make them part of the "
+                "model, or copy them from that rank after each step, with torch.distributed.broadcast"
+            )
 
     def _is_announced(self, optimizer: Optimizer) -> bool:
         """Whether this step of `optimizer` was announced. Raises `InputError` if a PostValidation does not know the optimizer."""

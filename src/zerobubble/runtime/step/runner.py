@@ -45,7 +45,7 @@ from zerobubble.runtime.step.batch_digests import BatchDigests
 from zerobubble.runtime.step.captured_step import WITHOUT_STEP, CapturedStep
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
-from zerobubble.runtime.step.input_gradients import InputGradients
+from zerobubble.runtime.step.input_gradients import InputGradients, parameters_behind
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.loss_faults import why_nothing_trains
 from zerobubble.runtime.step.loss_report import SetState
@@ -61,6 +61,7 @@ from zerobubble.runtime.step.state_changes import hook_states, load_hook_states
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.terms import each_has
 from zerobubble.runtime.values.gradients import EarlierSums, Gradients
+from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.timeline import Timeline
 
 
@@ -421,8 +422,16 @@ class StepRunner:
             opened = self._shake_hands(executor, given, mine, costs, trains=outputs is None)
         mine.know_size(opened.batch_size, self.peers.members[self.rank])
         # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.
+        if outputs is None and self._num_steps == 0:
+            self.optimizers.elsewhere = self._trained_elsewhere(given, mine)
         self._losses.open(executor.ends[1], mine.targets.microbatches or None, mine.targets.sizes, outputs)
         return self._batch(executor, given, mine, opened, evaluation), opened.passes
+
+    def _trained_elsewhere(self, given: StepInputs, mine: RankInputs) -> dict[Tensor, str]:
+        """Returns the parameters outside of this rank's stages behind inputs and targets that another rank uses, with what they make."""
+        unused = {"inputs": None if mine.is_first else given.inputs, "targets": None if mine.is_last else given.targets}
+        own = set(self.parameters())
+        return {parameter: name for name, value in unused.items() for parameter in parameters_behind(tensors_in(value)) - own}
 
     def _refuse_changes(self) -> None:
         """Raises `InputError` for changes of this rank's stages that a step would miss."""
