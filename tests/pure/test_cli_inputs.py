@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ def test_an_unknown_option_names_the_one_that_was_meant(given: str, meant: str) 
 def test_an_output_that_cannot_be_written_is_refused_first(arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = arguments.split()[0]
     work = {"doctor": "examine"}.get(command, command)
-    monkeypatch.setattr(sys.modules[f"zerobubble.cli.{command}"], work, lambda *_, **__: pytest.fail("it computes"))
+    monkeypatch.setattr(import_module(f"zerobubble.cli.{command}"), work, lambda *_, **__: pytest.fail("it computes"))
     result = CliRunner().invoke(main, [*arguments.split(), str(tmp_path / "none" / ("x.svg" if "svg" in arguments else "x.json"))])
     assert result.exit_code == 2
     assert "none" in result.output
