@@ -18,6 +18,7 @@ FRAMEWORKS = {
     "integrations/test_trl": "TRL",
     "integrations/test_lightning": "Lightning",
     "integrations/test_own_numbers": "Lightning",
+    "integrations/test_shared_arguments": "Lightning",
     "integrations/test_fabric": "Fabric",
     "integrations/test_torchtitan": "torchtitan",
     "integrations/test_automodel": "AutoModel",

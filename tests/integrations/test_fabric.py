@@ -216,6 +216,58 @@ def test_a_loss_that_is_no_mean_over_samples_is_an_error(loss_fn: Any) -> None:
         losses_of(loss_fn, 1)
 
 
+class Sharing(nn.Module):
+    """Attends to the rows of a table; with `mixes`, among the samples, too."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.mixes = nn.Linear(16, 16), nn.Linear(16, 5), mixes
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x - x.mean(0) if self.mixes else x)
+        return self.head((x @ table.T).softmax(-1) @ table)
+
+
+@pytest.mark.feature("arguments that all samples share")
+@pytest.mark.refuses("arguments of which it is not clear whether all samples share them")
+@pytest.mark.parametrize("batch_dims", [None, {"table": None}, {"table": 0}], ids=["not given", "shared", "cut"])
+def test_arguments_that_the_network_mixes_need_batch_dims(batch_dims: dict[str, int | None] | None) -> None:
+    one = fabric(PipelineStrategy("1f1b", 2, nn.functional.cross_entropy, batch_dims=batch_dims), devices=1)
+    one.launch()
+    module = Sharing(mixes=batch_dims is None).double()
+    model, _ = one.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x, y = batch()
+    table = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    try:
+        if batch_dims is None:
+            with raises(InputError, "batch_dims={'x': None, 'table': None}", got=8):
+                one.strategy.step((x, table), y)
+        else:
+            parts = [(x, table)] if batch_dims["table"] is None else zip(x.split(4), table.split(4), strict=True)
+            with torch.no_grad():
+                expected = torch.cat([module(*part) for part in parts])
+                torch.testing.assert_close(model(x, table), expected, rtol=1e-9, atol=1e-9)
+            loss = one.strategy.step((x, table), y)
+            assert float(loss) == pytest.approx(float(nn.functional.cross_entropy(expected, y)), rel=1e-9)
+    finally:
+        one.strategy.teardown()
+
+
+@pytest.mark.refuses("losses that are no means only in a short last batch")
+def test_a_loss_that_is_no_mean_in_a_short_batch_is_an_error() -> None:
+    one = fabric(PipelineStrategy("1f1b", 2, lambda output, targets: output.square().sum() / max(len(output), 3)), devices=1)
+    one.launch()
+    module = network().double()
+    one.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x, y = batch()
+    try:
+        one.strategy.step(x, y), one.strategy.step(x, y)
+        with raises(InputError, "loss_fn", "loss_weight"):
+            one.strategy.step(x[:4], y[:4])
+    finally:
+        one.strategy.teardown()
+
+
 def test_a_loss_that_draws_random_numbers_is_compared_with_equal_draws() -> None:
     """No step moves the generator of the loop, which shuffles batches: only the last rank computes losses."""
     assert len(losses_of(dropping)) == 4

@@ -32,7 +32,8 @@ def num_samples(batch: Any, dims: Dims | None = None) -> int:
         argument="batch",
         got=f"sizes {sorted(sizes)}" if sizes else f"{type(batch).__name__} without a tensor",
         remedy="give tensors in tuples, lists, dicts or dataclasses, with one row for each sample: several rows as one by "
-        "tensor.view(samples, k, ...), and what all samples share as a number, or with a first dimension of 1 by tensor[None]",
+        "tensor.view(samples, k, ...), and what all samples share as a number, with a first dimension of 1 by tensor[None], or in a dict "
+        "by name, with batch_dims={'table': None}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Compares the loss that follows from microbatches with the loss of one call for the whole batch, in steps 1, 2, 4, 8 and so on."""
+"""Compares the loss that follows from microbatches with the loss of one call for the whole batch in some steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from zerobubble.integrations.loss_rules import are_near
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-5}
 """The relative differences that rounding explains, by the dtype of the outputs; 1e-2 for others."""
+MOST_SIZES = 16
+"""The number of sizes of batches that are compared, such as those of buckets, and of the last batch of an epoch."""
 LOSS = "the loss"
 DIVISORS = {
     "loss_fn": "the targets of a microbatch that returns what its loss divides by, such as lambda targets: class_weights[targets].sum()",
     "": "a microbatch that returns what its loss divides by, such as lambda batch: class_weights[batch[1]].sum()",
 }
 """What `loss_weight` is, by the name of the function that computes the loss; the last is for `training_step`."""
+
+
+FaultKind = Literal["number", "state", "buffer", "inputs", "draws", "returned", "skipped", "raised", "failed", "part", "microbatch"]
+"""What `Fault.what` is: "number" for a loss or a logged value."""
 
 
 class Fault(NamedTuple):
@@ -39,7 +45,7 @@ class Fault(NamedTuple):
     parts: float = 0.0
     whole: float = 0.0
     is_sum: bool = False
-    kind: Literal["number", "state", "buffer", "inputs", "draws", "returned", "skipped", "raised", "failed", "part"] = "number"
+    kind: FaultKind = "number"
     draws: bool = False
 
     def error(self, name: str) -> InputError:
@@ -69,7 +75,12 @@ class Fault(NamedTuple):
             "part": (
                 "{name} fails for a microbatch, and not for the whole batch: {what}",
                 "give what all samples share, such as weights of features, with a first dimension of 1, as tensor[None]: a tensor whose "
-                "first dimension has the size of the batch is cut",
+                "first dimension has the size of the batch is cut, unless the batch is a dict and batch_dims names it",
+            ),
+            "microbatch": (
+                "{name} fails for a microbatch of {got} of the {expected} samples: {what}",
+                "give larger batches or a smaller num_microbatches; a Metric whose value needs several samples is updated by "
+                "metric.update(...), and logged with on_step=False, on_epoch=True",
             ),
             "returned": (
                 "{name} returns a dict whose {what} does not follow from those of microbatches",
@@ -83,7 +94,7 @@ class Fault(NamedTuple):
             ),
             "draws": ("{name} draws {what}, which are no parts of these", f"draw them in {self._place(name)}"),
         }[self.kind]
-        return InputError(message, name=name, what=self.what, remedy=remedy)
+        return InputError(message, name=name, what=self.what, got=int(self.parts), expected=int(self.whole), remedy=remedy)
 
     def _place(self, name: str) -> str:
         return "your loop, as targets" if name == "loss_fn" else "on_after_batch_transfer, which gets the whole batch"
@@ -109,9 +120,29 @@ class Fault(NamedTuple):
         )
 
 
-def is_compared(step: int) -> bool:
-    """Returns whether this step, counted from 1, is compared."""
-    return step & (step - 1) == 0
+class ComparedSteps:
+    """Which steps are compared: 1, 2, 4, 8 and so on, and the first of each number of samples, at most `MOST_SIZES` of these."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sizes: set[int] = set()
+
+    @property
+    def is_next_anyway(self) -> bool:
+        """Whether to compare the next step, of a batch of any size."""
+        return self._count & (self._count + 1) == 0
+
+    def is_next(self, samples: int) -> bool:
+        """Returns whether to compare the next step, of a batch with so many samples."""
+        return self.is_next_anyway or (samples not in self._sizes and len(self._sizes) < MOST_SIZES)
+
+    def count(self, samples: int) -> bool:
+        """Counts a step, and returns whether to compare it."""
+        is_due = self.is_next(samples)
+        self._count += 1
+        if is_due:
+            self._sizes.add(samples)
+        return is_due
 
 
 def loss_fault(whole: float, parts: Parts, tolerance: float, *, draws: bool) -> Fault | None:

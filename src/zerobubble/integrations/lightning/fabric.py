@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches
-from zerobubble.integrations.lightning.comparison import Fault, is_compared
+from zerobubble.integrations.batches import num_samples, refuse_different_batches
+from zerobubble.integrations.lightning.argument_dims import ArgumentDims, Call, with_batch_dims
+from zerobubble.integrations.lightning.comparison import Fault
 from zerobubble.integrations.lightning.microbatch_losses import MicrobatchLosses
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.ranks import PipelineRanks
@@ -43,7 +44,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         loss_weight: `loss_weight(targets)` returns the weight of a microbatch in the mean loss, as for `zb.Pipeline`; by default it is the
             number of samples. "sum" is for losses that are sums.
         process_group_backend: The backend of `torch.distributed`; by default "nccl" for GPUs and "gloo" for CPUs.
-        options: Further options of `zb.Pipeline`, and "cuts", "inside_blocks" and "memory" of `zb.split`.
+        options: Further options of `zb.Pipeline`, such as `batch_dims={"table": None}` for an argument that all samples share, and "cuts",
+            "inside_blocks" and "memory" of `zb.split`.
 
     Raises:
         InputError: For unsuitable options, all of them at once. `Fabric(...)` raises it for its own options.
@@ -64,6 +66,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         refuse_wrong_versions("lightning")
         self._settings = Settings.from_options(schedule, num_microbatches, None, loss_weight, options)
         self._losses = MicrobatchLosses(loss_fn, loss_weight)
+        self._dims = ArgumentDims(self._settings.batch_dims, self._from_last_stage)
         self._numbers, self._evaluated = NetworkNumbers(self._from_last_stage), WholeOutputs(self._from_last_stage)
         self._data_parallel_size = data_parallel_size
         self._backend = process_group_backend
@@ -124,18 +127,21 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             inputs: The arguments of the module: a tensor, a tuple or a dict, with the samples in the first dimension.
             targets: The second argument of `loss_fn`, of the same number of samples.
         """
-        if is_compared(self._losses.num_steps + 1):
+        steps = self._losses.steps
+        if steps.is_next_anyway:
             refuse_different_batches((inputs, targets), self.mesh.get_group("pp"))
-        pipe, count = self._pipeline(inputs), self._count(inputs)
-        pipe._steps.cut_model.release()
+        pipe, samples = self._pipeline(inputs), num_samples(targets, self._settings.batch_dims)
+        count, call = min(samples, self._settings.num_microbatches), self._call(inputs)
         with self.precision.forward_context():
-            sizes = [rows.stop - rows.start for rows in sample_slices(num_samples(inputs), count)]
+            dims = self._dims.required(pipe, call, samples, again=steps.is_next(samples)) if count > 1 else {}
+            pipe._steps.cut_model.release()
+            sizes = [rows.stop - rows.start for rows in sample_slices(samples, count)]
             is_due = self._losses.begin(sizes)
-            loss = pipe.step(inputs, targets, num_microbatches=count)
+            with with_batch_dims(pipe, dims):
+                loss = pipe.step(inputs, targets, num_microbatches=count)
             if is_due:
                 self._numbers.begin()
-                microbatches, _ = cut(inputs, count)
-                self._numbers.learn(pipe, microbatches, inputs, self._losses.outputs, self._losses.parts)
+                self._numbers.learn(pipe, call.microbatches(count, dims), inputs, self._losses.outputs, self._losses.parts)
                 with states_restored(None, self.root_device):  # only the last rank draws
                     fault = self._losses.fault(self._numbers, self.root_device)
                 fault = self._from_last_stage(fault)
@@ -155,14 +161,15 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         inputs = kwargs or args
         with torch.inference_mode(False), torch.no_grad():
             pipe = self._pipeline(inputs)
-            return self._evaluated.of(pipe, inputs, num_samples(inputs), self._count(inputs))
+            return self._dims.evaluate(pipe, self._evaluated, self._call(inputs), self._settings.num_microbatches)
 
     def _from_last_stage(self, found: Any) -> Any:
         assert self.pipeline is not None
         return from_last_stage(self.pipeline, found, self.mesh.get_group("pp"), self.root_device)
 
-    def _count(self, inputs: Any) -> int:
-        return min(num_samples(inputs), self._settings.num_microbatches)
+    def _call(self, inputs: Any) -> Call:
+        assert self._module is not None
+        return Call.of(self._module, inputs)
 
     def _pipeline(self, inputs: Any) -> zb.Pipeline:
         """Returns the pipeline, which is made with the first batch."""
@@ -172,7 +179,9 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
             settings = self._settings
             example = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
             with torch.enable_grad():
-                self.pipeline = settings.pipeline_of(self._module, example, self._losses, self._losses.weight, self.mesh)
+                self.pipeline = settings.pipeline_of(
+                    self._module, example, self._losses, self._losses.weight, self.mesh, settings.batch_dims
+                )
                 self.pipeline._steps.stop_comparing_losses()  # `MicrobatchLosses` do
                 self.pipeline._steps.cut_model.pipe = "strategy.pipeline"
                 self.pipeline._steps.cut_model.remedy = "call fabric.save(path, {'model': model}) on all ranks, or "

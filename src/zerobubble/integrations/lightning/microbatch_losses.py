@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import with_new_containers
-from zerobubble.integrations.lightning.comparison import Fault, is_compared, loss_fault, tolerance_of
+from zerobubble.integrations.lightning.comparison import ComparedSteps, Fault, loss_fault, tolerance_of
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.logs import Parts
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
@@ -23,16 +23,16 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
     """`loss_fn(output, targets)` of the user, as a partial of it, so that a pipeline finds its parameters.
 
     Attributes:
-        num_steps: The number of training steps.
+        steps: Which training steps are compared.
         weight: The weight of a microbatch for the pipeline, by its targets; None for the number of samples.
     """
 
-    num_steps: int
+    steps: ComparedSteps
     weight: Callable[[Any], Any] | None
 
     def __new__(cls, loss_fn: Callable[[Any, Any], Tensor], loss_weight: Callable[[Any], Any] | str | None) -> MicrobatchLosses:
         losses = super().__new__(cls, loss_fn)
-        losses.num_steps = 0
+        losses.steps = ComparedSteps()
         losses._is_sum = loss_weight == "sum"
         losses.weight = (lambda targets: 1) if isinstance(loss_weight, str) else loss_weight
         losses._sizes, losses._keeps, losses._calls = [], False, []
@@ -46,8 +46,7 @@ class MicrobatchLosses(partial):  # type: ignore[type-arg]
 
     def begin(self, sizes: Sequence[int]) -> bool:
         """Begins a training step with microbatches of these sizes, and returns whether it is compared."""
-        self.num_steps += 1
-        self._keeps = is_compared(self.num_steps) and len(sizes) > 1
+        self._keeps = self.steps.count(sum(sizes)) and len(sizes) > 1
         self._sizes, self._calls, self._draws = sizes, [], BatchDraws(sizes, "loss_fn")
         return self._keeps
 

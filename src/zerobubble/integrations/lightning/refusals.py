@@ -29,7 +29,6 @@ from zerobubble.units import counted
 OWN = {
     "build_or_modules": "the strategy cuts the network; name it as network=",
     "loss_fn": "training_step returns the loss",
-    "batch_dims": "batches are cut along their first dimension",
     "device": "the accelerator of the Trainer or of Fabric says where stages are",
     "mesh": "give data_parallel_size=",
     "group": "all ranks of the Trainer train together",

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -34,8 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 import zerobubble as zb
-from zerobubble.errors import InputError
-from zerobubble.integrations.batches import cut, num_samples, refuse_different_batches, with_new_containers
+from zerobubble.errors import InputError, near
+from zerobubble.integrations.batches import Dims, cut, num_samples, refuse_different_batches, with_new_containers
+from zerobubble.integrations.lightning.argument_dims import ArgumentDims, Call
 from zerobubble.integrations.lightning.captured_inputs import CapturedInputs
 from zerobubble.integrations.lightning.comparison import Fault, are_near_inputs
 from zerobubble.integrations.lightning.draws import Draw, Drawing
@@ -59,6 +60,7 @@ from zerobubble.integrations.whole_model import (
 )
 from zerobubble.integrations.whole_outputs import WholeOutputs
 from zerobubble.runtime.gathered import gathering, make_whole
+from zerobubble.runtime.step.batch import OUTPUTS
 from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all, states_restored
 from zerobubble.units import named
 
@@ -108,6 +110,7 @@ class StepRunner:
         self._parameters: list[nn.Parameter] = []
         self._whole = WholeBatch(module, device, {}, NetworkNumbers(self._from_last_stage))
         self._evaluated = WholeOutputs(self._from_last_stage)
+        self._dims = ArgumentDims(settings.batch_dims, self._from_last_stage)
         self._messages = StepMessages(module, self._group, device)
         self._is_first = True
         self._has_views = False
@@ -288,7 +291,9 @@ class StepRunner:
         return returned
 
     def _cut(self, batch: Any, rest: tuple[Any, ...], share: float) -> Step:
-        samples, most = num_samples(batch), self._settings.num_microbatches
+        dims, most = self._settings.batch_dims, self._settings.num_microbatches
+        self._refuse_unknown_dims(dims, batch)
+        samples = num_samples(batch, dims)
         if self.pipe is None and samples < most:
             raise InputError(
                 "num_microbatches={got} is more than the {expected} samples of a batch: raise the batch size of the data loader, whose "
@@ -297,7 +302,7 @@ class StepRunner:
                 got=most,
                 expected=samples,
             )
-        microbatches, sizes = cut(batch, min(samples, most))
+        microbatches, sizes = cut(batch, min(samples, most), dims)
         return Step(with_new_containers(batch), microbatches, sizes, rest, share, counts_of(self._module))
 
     def _trained(self, step: Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
@@ -310,34 +315,54 @@ class StepRunner:
         self.is_whole = False
         if self._module.automatic_optimization:  # otherwise, the rest of training_step runs on every rank
             pipe._steps.cut_model.release()
-        parameters = self._parameters
-        step.is_compared = is_due = not step.is_repeated and self._whole.is_due()
-        keeps = is_due or self._keeps_outputs or outputs is not None
-        outputs = outputs or [None] * len(arguments)
-        step.without_loss.clear()
-        before = [None if clears else parameter.grad for parameter in parameters]
-        for parameter in parameters:
+        step.is_compared = not step.is_repeated and self._whole.steps.count(sum(step.sizes))
+        if outputs is None and (step.is_compared or self._keeps_outputs):
+            outputs = [None] * len(arguments)
+        with self._gradients_aside(clears=clears), self._during(step, arguments, outputs):
+            metrics = MetricCopies(self._module)
+            loss = self._passed(pipe, step, arguments)
+            self._judge(pipe, step, arguments, outputs, metrics)
+        self._is_first = False
+        return loss
+
+    @contextmanager
+    def _gradients_aside(self, *, clears: bool) -> Iterator[None]:
+        """A context at whose end `self._gradients` has those of the step. Parameters keep their own, unless a step `clears` them."""
+        before = [None if clears else parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
             parameter.grad = None
-        self._step, self._outputs, self._given = step, outputs if keeps else None, arguments
+        yield
+        self._gradients = [(parameter, parameter.grad) for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            parameter.grad = gradient
+
+    @contextmanager
+    def _during(self, step: Step, arguments: list[Arguments], outputs: list[Any] | None) -> Iterator[None]:
+        """A context in which `_loss` finds the step, its arguments, and where it keeps outputs."""
+        self._step, self._outputs, self._given = step, outputs, arguments
+        yield
+        self._step, self._outputs, self._given = None, None, []
+
+    def _passed(self, pipe: zb.Pipeline, step: Step, arguments: list[Arguments]) -> Tensor:
+        """Runs the passes of a step, and returns the loss."""
+        step.without_loss.clear()
         targets = [torch.tensor([index], device="cpu") for index in range(len(arguments))]  # by which `_loss` finds its microbatch
-        metrics = MetricCopies(self._module)
         self._whole.numbers.begin()
         loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
         if step.states_after is not None:
             step.states_after.set()  # only this rank has run the rest of `training_step`
-        if is_due:
+        return loss
+
+    def _judge(self, pipe: zb.Pipeline, step: Step, arguments: list[Arguments], outputs: list[Any] | None, metrics: MetricCopies) -> None:
+        """Finds out whether the step is skipped. Raises `InputError` on every rank if it is compared, and differs from one call."""
+        if step.is_compared and outputs is not None:
             self._whole.numbers.learn(pipe, arguments, step.arguments, outputs, lambda: self._parts(step))
-        step.lacks_outputs = bool(step.without_loss) and not keeps
+        step.lacks_outputs = bool(step.without_loss) and outputs is None
         if step.without_loss and self._module.automatic_optimization:
             metrics.undo()  # the run for the whole batch says which ones are updated
-            step.fault = self._fault(step, outputs) if keeps else None
-        if is_due:
+            step.fault = None if outputs is None else self._fault(step, outputs)
+        if step.is_compared and outputs is not None:
             self._compare(step, outputs)
-        self._step, self._outputs, self._given, self._is_first = None, None, [], False
-        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
-        return loss
 
     def _compare(self, step: Step, outputs: list[Any]) -> None:
         """Raises `InputError` on every rank if the step differs from one call of `training_step` for the batch."""
@@ -433,6 +458,23 @@ class StepRunner:
 
     # Arguments of the network
 
+    def _refuse_unknown_dims(self, dims: Dims, batch: Any) -> None:
+        """Raises `InputError` for names in `batch_dims` that neither the network, nor a batch that is a dict, nor the output has."""
+        if not self._is_first or not dims:
+            return
+        with own_forward(self.network):
+            parameters = inspect.signature(self.network.forward).parameters.values()
+        known = {OUTPUTS, *(parameter.name for parameter in parameters), *(batch if isinstance(batch, Mapping) else ())}
+        unknown = [name for name in dims if name not in known]
+        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            raise InputError(
+                "batch_dims has {got}, which is no name of an argument of {network}, nor of an item of the batch",
+                argument="batch_dims",
+                got=", ".join(map(repr, unknown)),
+                network=self._name,
+                remedy=f"{near(unknown[0], sorted(known))}the names are {', '.join(sorted(known))}",
+            )
+
     def _arguments_of_all(self, step: Step) -> list[Arguments]:
         """Returns the arguments with which `training_step` calls the network, for each microbatch."""
         arguments = []
@@ -443,6 +485,8 @@ class StepRunner:
                 with step.draws.of_microbatch(index):
                     arguments.append(self._arguments_of(step, index))
         self._inputs.refuse_unfit(arguments, step.sizes, self._name, self._outside())
+        whole, part = (Call.of(self.network, each) for each in (step.arguments, arguments[0]))
+        self._dims.learn(whole, part, sum(step.sizes), step.sizes[0])
         assert step.states_after is not None
         step.states_after.set()
         return arguments
@@ -563,8 +607,8 @@ class StepRunner:
         with own_forward(self.network), torch.inference_mode(False):
             pipe = self._pipeline(arguments)
             with torch.no_grad():
-                samples = num_samples(arguments)
-                return self._evaluated.of(pipe, arguments, samples, min(samples, self._settings.num_microbatches))
+                call = Call.of(self.network, arguments)
+                return self._dims.evaluate(pipe, self._evaluated, call, self._settings.num_microbatches)
 
     # The pipeline
 
@@ -572,11 +616,12 @@ class StepRunner:
         """Returns the pipeline, which is made with the first arguments of the network."""
         if self.pipe is None:
             network = self.network
+            outputs = {name: dim for name, dim in self._settings.batch_dims.items() if name == OUTPUTS}
             was_training = network.training
             network.train()
             with torch.enable_grad(), states_restored(None, self._device):
                 torch.manual_seed(self._seed)
-                self.pipe = self._settings.pipeline_of(network, example, self._loss_function(), self._weight, self._mesh)
+                self.pipe = self._settings.pipeline_of(network, example, self._loss_function(), self._weight, self._mesh, outputs)
             network.train(was_training)
             self.pipe._steps.stop_comparing_losses()  # `WholeBatch` does
             model = self.pipe._steps.cut_model

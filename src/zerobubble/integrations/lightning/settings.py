@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zerobubble as zb
+from zerobubble.integrations.batches import Dims
 
 SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
 
@@ -48,7 +49,15 @@ class Settings:
         pipeline = {name: value for name, value in options.items() if name not in SPLIT_OPTIONS}
         return cls(schedule, num_microbatches, network, loss_weight, split, pipeline)
 
-    def pipeline_of(self, network: nn.Module, example: Any, loss_fn: Any, loss_weight: Any, mesh: DeviceMesh) -> zb.Pipeline:
+    @property
+    def batch_dims(self) -> Dims:
+        """The batch dimensions of arguments, by name."""
+        return self.pipeline.get("batch_dims") or {}
+
+    def pipeline_of(
+        self, network: nn.Module, example: Any, loss_fn: Any, loss_weight: Any, mesh: DeviceMesh, batch_dims: Dims
+    ) -> zb.Pipeline:
         """Cuts the network, and returns its pipeline."""
         stages = zb.split(network, example=example, **self.split)
-        return zb.Pipeline(stages, self.schedule, self.num_microbatches, loss_fn, loss_weight=loss_weight, mesh=mesh, **self.pipeline)
+        options = self.pipeline | {"batch_dims": dict(batch_dims) or None}
+        return zb.Pipeline(stages, self.schedule, self.num_microbatches, loss_fn, loss_weight=loss_weight, mesh=mesh, **options)

@@ -60,7 +60,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         loss_weight: `loss_weight(microbatch)` returns the weight of a microbatch of the data loader's batch in the mean loss, such as its
             number of tokens that count. By default it is the number of samples. "sum" is for losses that are sums.
         process_group_backend: The backend of `torch.distributed`; by default "nccl" for GPUs and "gloo" for CPUs.
-        options: Further options of `zb.Pipeline`, and "cuts", "inside_blocks" and "memory" of `zb.split`.
+        options: Further options of `zb.Pipeline`, and "cuts", "inside_blocks" and "memory" of `zb.split`. `batch_dims={"table": None}` is
+            for an argument of the network that all samples share, or an item of a batch that is a dict.
 
     Raises:
         InputError: For unsuitable options, all of them at once. `Trainer(...)` raises it for its own options.

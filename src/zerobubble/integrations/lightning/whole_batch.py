@@ -1,7 +1,8 @@
 """Compares what `training_step` computes for a whole batch with what follows from its microbatches.
 
-In steps 1, 2, 4, 8 and so on, the rank of the last stage runs `training_step` once more, for the whole batch, with the outputs that the
-pipeline has computed. So a loss or a logged value that is not what one device has, and state that changes for each microbatch, are errors.
+In steps 1, 2, 4, 8 and so on, and for each new size of batch, the rank of the last stage runs `training_step` once more, for the whole
+batch, with the outputs that the pipeline has computed. So a loss or a logged value that is not what one device has, and state that changes
+for each microbatch, are errors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchmetrics import Metric, MetricCollection
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import with_new_containers
-from zerobubble.integrations.lightning.comparison import Fault, is_compared, loss_fault, tolerance_of
+from zerobubble.integrations.lightning.comparison import ComparedSteps, Fault, loss_fault, tolerance_of
 from zerobubble.integrations.lightning.extras import learn_rules
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated
 from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, entries_of, merged
@@ -67,13 +68,8 @@ class WholeBatch:
     device: torch.device
     rules: dict[str, str]
     numbers: NetworkNumbers
-    num_steps: int = 0
+    steps: ComparedSteps = field(default_factory=ComparedSteps)
     rules_of_extras: dict[str, str] = field(default_factory=dict)
-
-    def is_due(self) -> bool:
-        """Counts a step, and returns whether to compare it."""
-        self.num_steps += 1
-        return is_compared(self.num_steps)
 
     def fault(self, network: nn.Module, step: Step, outputs: Sequence[Any], parts: Parts, called: Callable[..., int]) -> Fault | None:
         """Returns what of a step differs from one call of `training_step`, or None. Sets `step.skipped`.
