@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, R2Score
 from torchmetrics.classification import MulticlassF1Score
 
 import zerobubble as zb
@@ -349,7 +349,9 @@ note = NOTES.append  # changes that the strategy does not find
 def test_numbers_drawn_after_the_network_are_those_of_the_step(one_rank: lightning.Trainer) -> None:
     """One draw for all microbatches and the comparison in steps 1 and 2, and others in each step."""
     NOTES.clear()
-    one_rank.fit(Faulty(late), data())
+    with pytest.warns(UserWarning, match="on_after_batch_transfer") as found:
+        one_rank.fit(Faulty(late), data())
+    assert sum("on_after_batch_transfer" in str(warning.message) for warning in found) == 1
     assert [size for size, *_ in NOTES] == [4, 4, 8, 4, 4, 8, 4, 4]
     first, second, third = NOTES[:3], NOTES[3:6], NOTES[6:]
     for step in (first, second, third):
@@ -772,6 +774,145 @@ def test_state_in_an_attribute_is_an_error_and_trains_in_the_batch(tmp_path: Pat
         make(**strategy).fit(module, data())
         weights.append(module.state_dict())
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
+
+
+def ragged(self: Any, x: Tensor) -> Tensor:
+    """A mean over samples in batches of 8 and their microbatches only."""
+    return self.model(x).square().mean(1).sum() / (len(x) if len(x) in (4, 8) else len(x) + 1)
+
+
+@pytest.mark.refuses("losses that are no means only in a short last batch")
+def test_a_loss_that_is_no_mean_in_the_short_last_batch_is_an_error(one_rank: lightning.Trainer) -> None:
+    with raises(InputError, "training_step", "loss_weight"):
+        one_rank.fit(Faulty(ragged), data(22))
+    assert one_rank.global_step == 2
+
+
+class Closed(Classifier):
+    """Gives its loss to the optimizer as a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.model(batch[0]).square().mean()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class SkipMeter(Classifier):
+    """Counts skipped batches in an object, a list, a tensor and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.names, self.skipped = Meter(), [], 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.meter.update(1)
+            self.names.append(batch_idx)
+            self.skipped += 1
+            self.total += 1
+            return None
+        return self.model(batch[0]).square().mean()
+
+
+class Regressed(Classifier):
+    """A metric whose value needs two samples."""
+
+    def __init__(self, *, by_value: bool) -> None:
+        super().__init__()
+        self.r2, self.by_value = R2Score(), by_value
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.model(batch[0])
+        (self.r2 if self.by_value else self.r2.update)(output[:, 0], batch[0][:, 0])
+        self.log("r2", self.r2, on_step=False, on_epoch=True)
+        return output.square().mean()
+
+
+class Policy(nn.Module):
+    """Draws with Python's generator between its layers, and returns log probabilities of classes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layers, self.head, self.options = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, CLASSES), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() * (1 if random.random() < 2 else 0)
+        return torch.distributions.Categorical(logits=self.head(x), **self.options).log_prob(torch.zeros(len(x)))
+
+
+class Acting(Classifier):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.model = Policy(**options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return -self.model(batch[0]).mean()
+
+
+@pytest.mark.feature(
+    "closures of optimizers with manual optimization", "a meter that counts skipped batches", "code of the network that draws"
+)
+@pytest.mark.parametrize(
+    "make",
+    [Closed, SkipMeter, partial(Regressed, by_value=False), partial(Acting, validate_args=False)],
+    ids=["a closure", "a meter", "R2", "a policy"],
+)
+def test_other_forms_of_training_step_train_as_on_one_device(make: Callable[[], Any], tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    found = []
+    for strategy in ({"strategy": PipelineStrategy("1f1b", 4)}, {}):
+        lightning.seed_everything(0, verbose=False)
+        module, given = make(), {"devices": 1, "max_epochs": 2, "default_root_dir": tmp_path, **quiet, **strategy}
+        one = lightning.Trainer(accelerator="cpu", precision="64-true", **given)
+        one.fit(module, data(20))
+        counts = [module.meter.count, module.names, module.skipped] if isinstance(module, SkipMeter) else []
+        found.append([counts, module.state_dict(), dict(one.callback_metrics)])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.refuses("metrics whose value needs more samples than a microbatch has")
+def test_a_metric_that_needs_more_samples_than_a_microbatch_has_is_an_error(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {"strategy": PipelineStrategy("1f1b", 8), "max_steps": 1, "default_root_dir": tmp_path, **quiet}
+    with raises((InputError, PipelineError), "training_step", "metric.update", 1, 8):
+        lightning.Trainer(accelerator="cpu", devices=1, **given).fit(Regressed(by_value=True), data())
+
+
+class LatePrinting(Classifier):
+    """Writes with its logger from step 3 on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.model(batch[0])
+        if self.global_step == 2:
+            self.logger.experiment.log_metrics({"x": 1.0})
+        return output.square().mean()
+
+
+def test_a_training_step_that_writes_with_its_logger_in_a_later_step_is_an_error(one_rank: lightning.Trainer) -> None:
+    one_rank.logger = CSVLogger(one_rank.default_root_dir)
+    with raises(InputError, "training_step", "self.log", "on_train_batch_end"):
+        one_rank.fit(LatePrinting(), data())
+    assert one_rank.global_step == 2
+
+
+@pytest.mark.refuses("unknown names in batch_dims")
+def test_a_wrong_name_in_batch_dims_is_an_error(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {"strategy": PipelineStrategy("1f1b", 2, batch_dims={"tabel": None}), "max_steps": 1, "default_root_dir": tmp_path, **quiet}
+    with raises(InputError, argument="batch_dims", got="'tabel'"):
+        lightning.Trainer(accelerator="cpu", devices=1, **given).fit(Classifier(), data())
 
 
 def test_a_batch_with_fewer_samples_than_microbatches_is_an_error(one_rank: lightning.Trainer) -> None:

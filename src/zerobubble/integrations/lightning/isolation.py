@@ -6,7 +6,7 @@ It runs as on the first rank of the pipeline, since its logs are those of the ba
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -31,14 +31,17 @@ class BackwardCalledError(BaseException):
 
 
 @contextmanager
-def isolated(module: pl.LightningModule, entries: list[Entry], *, runs_again: bool = False) -> Iterator[None]:
+def isolated(
+    module: pl.LightningModule, entries: list[Entry], *, runs_again: bool = False, faults: list[InputError] | None = None
+) -> Iterator[None]:
     """A context in which `module` logs to `entries` only, and `manual_backward` raises `BackwardCalledError`.
 
-    Loggers write nothing. If the code does not run again for the whole batch, which says so on all ranks, writing raises `InputError`.
+    Loggers write nothing. If the code does not run again for the whole batch, which says so on all ranks, writing raises `InputError`, or
+    adds it to `faults`, where only this rank runs the code.
     """
     entries.clear()
     refused_in = "" if runs_again or not module.automatic_optimization else f"{type(module).__name__}.training_step"
-    loggers = [_MutedLogger(logger, refused_in) for logger in module.trainer.loggers]
+    loggers = [_MutedLogger(logger, refused_in, faults) for logger in module.trainer.loggers]
     strategy: Any = module.trainer.strategy
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -66,10 +69,10 @@ def isolated(module: pl.LightningModule, entries: list[Entry], *, runs_again: bo
 
 
 class _MutedLogger:
-    """A `logger` that writes nothing; with `refused_in`, the name of the user's function, writing raises `InputError`."""
+    """A `logger` that writes nothing; with `refused_in`, the user's function, writing raises `InputError`, or adds it to `faults`."""
 
-    def __init__(self, logger: Any, refused_in: str) -> None:
-        self._logger, self._refused_in = logger, refused_in
+    def __init__(self, logger: Any, refused_in: str, faults: list[InputError] | None) -> None:
+        self._logger, self._refused_in, self._faults = logger, refused_in, faults
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -80,27 +83,36 @@ class _MutedLogger:
         if not writes:
             return getattr(self._logger, name)
         if self._refused_in:
-            raise InputError(
+            fault = InputError(
                 "{function} uses self.logger.{name}, and a pipeline runs it for each microbatch, on a rank whose logger writes nothing",
                 function=self._refused_in,
                 name=name,
                 remedy="log numbers by self.log, and let on_train_batch_end write others, from what training_step returns next to 'loss'",
             )
+            if self._faults is None:
+                raise fault
+            self._faults.append(fault)
         return _DummyExperiment() if name == "experiment" else nothing
 
 
 class _MutedOptimizer:
-    """An optimizer that does nothing when it steps or clears gradients."""
+    """An optimizer that does nothing when it steps, except for calling a closure, or when it clears gradients."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("step", "zero_grad"):
+        if name == "step":
+            return _called
+        if name == "zero_grad":
             return nothing
         if name == "toggle_model":
             return lambda *args, **kwargs: nullcontext()
         return getattr(self._optimizer, name)
+
+
+def _called(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    return None if closure is None else closure()
 
 
 def _muted(optimizers: Any) -> Any:

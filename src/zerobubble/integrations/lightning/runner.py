@@ -46,6 +46,7 @@ from zerobubble.integrations.lightning.logs import REPEATED, Entry, Found, Parts
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.step import Step
+from zerobubble.integrations.lightning.watched_state import WatchedState
 from zerobubble.integrations.lightning.whole_batch import MetricCopies, WholeBatch, joined_in_views, loss_of, metrics_copied, num_views
 from zerobubble.integrations.lightning.world import end_world
 from zerobubble.integrations.lone_calls import unchanged
@@ -79,6 +80,10 @@ BY_HAND = (
 MIXES = (
     "{name} permutes the samples: each microbatch gets the order of its own samples, and mixes others than one device; to mix the whole "
     "batch, do it in on_after_batch_transfer"
+)
+DRAWS_LATE = (
+    "{name} draws random numbers after the call of {network}: others than on one device, since only the rank of the last stage draws them, "
+    "for each microbatch; for the numbers of one device, draw them before the call, or in on_after_batch_transfer"
 )
 TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
 
@@ -122,6 +127,7 @@ class StepRunner:
         self._states_after_call: RandomStates | None = None
         self._keeps_outputs = False
         self._num_without_loss = 0
+        self._has_warned = False
         self.pipe: zb.Pipeline | None = None
         self.is_whole = True  # whether this rank has the trained values of the whole module, the same on all ranks
 
@@ -274,10 +280,13 @@ class StepRunner:
         return bool(ranks)
 
     def _skipped(self, batch: Any, rest: tuple[Any, ...]) -> Any:
-        """Runs `training_step` for a batch that it skips, with all of its effects, and returns what it returns."""
+        """Runs `training_step` for a batch that it skips, with all of its effects, and returns what it returns.
+
+        An earlier run has changed objects of the user, such as meters, and `unchanged` has undone only changes of attributes.
+        """
         self._gradients = None
         try:
-            with _all_replaced(self._candidates()):
+            with _all_replaced(self._candidates()), WatchedState(self._module).kept_in_objects():
                 returned = self._module.training_step(batch, *rest)
         except CalledError as error:
             raise InputError(
@@ -355,6 +364,9 @@ class StepRunner:
 
     def _judge(self, pipe: zb.Pipeline, step: Step, arguments: list[Arguments], outputs: list[Any] | None, metrics: MetricCopies) -> None:
         """Finds out whether the step is skipped. Raises `InputError` on every rank if it is compared, and differs from one call."""
+        if step.draws_late and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(DRAWS_LATE.format(name=self._training_step, network=self._name), stacklevel=2)
         if step.is_compared and outputs is not None:
             self._whole.numbers.learn(pipe, arguments, step.arguments, outputs, lambda: self._parts(step))
         step.lacks_outputs = bool(step.without_loss) and outputs is None
@@ -394,6 +406,8 @@ class StepRunner:
 
     def _found(self, step: Step) -> Found:
         """Returns what the step logs, and what `training_step` returns in addition to the loss, as `Found`."""
+        if step.refused:
+            return [], Fault(str(step.refused[0]), kind="raised")
         if step.lacks_outputs:
             return [], REPEATED
         if step.fault is not None or step.skipped is not None:
@@ -406,23 +420,32 @@ class StepRunner:
         step, index = self._step, int(target)
         assert step is not None
         calls = 0
+        after: RandomStates | None = None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
+            nonlocal calls, after
             calls += 1
             self._refuse_second_call(calls)
             if self._is_first:
                 self._refuse_other_arguments(index, self._form(args, kwargs))
             self._seed_rest(step, index)
+            after = RandomStates.now(self._device) if step.is_compared else None
             return output
 
         if self._outputs is not None:
             self._outputs[index] = _detached(output)
         draws = step.draws.of_microbatch(index, in_loss=True)
-        states = nullcontext() if step.states is None else states_restored(step.states, self._device)
-        alone = isolated(self._module, step.logs[index], runs_again=step.is_compared)
+        states = states_restored(step.states, self._device)  # also of Python and NumPy, which code of the network may share
+        alone = isolated(self._module, step.logs[index], runs_again=step.is_compared, faults=step.refused)
         with replaced(self.network, forward=forward), states, alone, draws, self._advised(PENALTIES):
-            loss, extras = loss_of(self._module, step.microbatches[index], step.rest)
+            try:
+                loss, extras = loss_of(self._module, step.microbatches[index], step.rest)
+            except InputError:
+                raise
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise Fault(what, float(step.sizes[index]), sum(step.sizes), kind="microbatch").error(self._training_step) from error
+            step.draws_late |= after is not None and not after.is_same_as(RandomStates.now(self._device))
         if loss is None:
             loss = _zero(output)
             if self._weight_of(step, index):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.comparison import Fault
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.logs import Entry
@@ -36,6 +37,8 @@ class Step:
         is_repeated: Whether the passes run a second time.
         lacks_outputs: Whether `training_step` returns None for a microbatch, and the outputs of the step are not kept.
         is_compared: Whether `training_step` also runs for the whole batch.
+        refused: The errors of uses that are refused, from runs for microbatches, which one rank makes.
+        draws_late: Whether a microbatch moves a random generator after the call of the network; known in steps that are compared.
         fault: What differs from one call of `training_step` for the batch, if it returns None for a microbatch.
     """
 
@@ -56,6 +59,8 @@ class Step:
     skipped: list[Entry] | None = None
     is_repeated: bool = False
     lacks_outputs: bool = False
+    refused: list[InputError] = field(default_factory=list)
+    draws_late: bool = False
     fault: Fault | None = None
     is_compared: bool = False
 

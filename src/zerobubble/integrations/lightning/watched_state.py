@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from zerobubble.integrations.lone_calls import CONTAINERS
 from zerobubble.runtime.values.python_objects import is_constant_code
 from zerobubble.runtime.values.python_places import Items, Place
-from zerobubble.runtime.values.python_state import GENERATORS, PythonState, changed
+from zerobubble.runtime.values.python_state import GENERATORS, PythonState, Snapshot, changed, put_back
 
 _OF_LIGHTNING = frozenset(f"self.{name}" for name in vars(pl.LightningModule()))
 """Attributes of every LightningModule, which Lightning itself changes."""
@@ -46,6 +48,31 @@ class WatchedState:
             is_own = name in _OF_LIGHTNING or place.path in GENERATORS
             if not is_own and not (id(place.owner) in libraries and name.rpartition(".")[2].startswith("_")):
                 found.append(_name_of(name, place))
+
+    @contextmanager
+    def kept_in_objects(self) -> Iterator[None]:
+        """A context that undoes changes, except those that `unchanged` also undoes, and of the global generators.
+
+        Raises `InputError` for what cannot be undone, such as an iterator.
+        """
+        before = self._state.snapshot()
+        yield
+        own = {id(self._module), *_containers(vars(self._module))}
+        rows = [(place, content) for place, content in zip(*before, strict=False) if _is_apart(place, own)]
+        for fault in put_back(Snapshot([place for place, _ in rows], [content for _, content in rows])):
+            raise fault
+
+
+def _is_apart(place: Place, own: set[int]) -> bool:
+    return id(place.owner) not in own and place.path not in GENERATORS
+
+
+def _containers(value: Any) -> Iterator[int]:
+    """Yields the ids of nested dicts, lists and sets."""
+    if isinstance(value, CONTAINERS):
+        yield id(value)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _containers(item)
 
 
 def _is_of_library(module: nn.Module) -> bool:

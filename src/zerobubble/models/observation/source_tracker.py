@@ -276,7 +276,8 @@ def data_dependent(sources: Sources, operation: str) -> InputError:
         sources=named(sources),
         operation=operation,
         line=line_of_call(),
-        remedy="move that code into a part, a module with parameters, or use tensor operations such as torch.where",
+        remedy="move that code into a part, a module with parameters, or use tensor operations such as torch.where, and "
+        "validate_args=False for torch.distributions",
     )
 
 
