@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,12 +19,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 import zerobubble as zb
 from tests.device import DEVICE
 from tests.procs.ranks import Ranks, alone
 from tests.refusals import states
-from zerobubble.runtime.values.python_state import PythonState
+from zerobubble.runtime.values.python_state import PythonState, put_back
 from zerobubble.schedules import with_recompute
 
 M, WIDTH, STEPS = 4, 3, 2
@@ -286,7 +288,7 @@ class ChangesFrozen(nn.Module):
 def refused(group: Any) -> tuple[list[Exception], float]:
     """The errors of stages whose state cannot be put back, and the loss of a step after a refused description."""
     found: list[Exception] = []
-    for module in (Advancing(itertools.count(1)), Advancing(numbers_from(1)), ChangesFrozen()):
+    for module in (Advancing(itertools.count(1)), Advancing(itertools.cycle([1.0])), Advancing(numbers_from(1)), ChangesFrozen()):
         try:
             in_pipeline(module.to(DEVICE), nn.functional.mse_loss, "R")
         except zb.PipelineError as error:
@@ -302,12 +304,30 @@ def refused(group: Any) -> tuple[list[Exception], float]:
 
 
 def test_state_that_cannot_be_put_back_is_an_error(world: Ranks) -> None:
-    for (count, generator, held, described), loss in world.run(refused, ranks=2):
+    for (count, cycle, generator, held, described), loss in world.run(refused, ranks=2):
         states(count, "numbers", "count")
+        states(cycle, "numbers", "cycle")
         states(generator, "numbers", "generator")
         states(held, "held[0]")
         states(described, "numbers", "count")
         assert loss > 0
+
+
+@pytest.mark.parametrize("iterator", [iter([1, 2]), map(str, [1, 2]), zip([1, 2], [3, 4], strict=True), numbers_from(1), enumerate("ab")])
+def test_the_position_of_an_iterator_inside_a_subset_is_found(iterator: Iterator[Any]) -> None:
+    before = PythonState(Subset([{"iterator": iterator}], [0])).snapshot()  # type: ignore[arg-type]
+    assert put_back(before) == []
+    next(iterator)
+    assert [fault.fields["place"] for fault in put_back(before)] != []
+
+
+def test_the_position_of_a_file_that_is_read_is_put_back(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("a\nb\n")
+    with (tmp_path / "lines").open() as file:
+        before = PythonState(file.readline, [file]).snapshot()
+        file.readline()
+        assert put_back(before) == []
+        assert file.readline() == "a\n"
 
 
 def test_parameters_without_values_are_no_state() -> None:

@@ -11,7 +11,8 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
 """Packages whose code and objects are assumed constant. The thread of tqdm updates progress bars at any time, which no forward reads."""
 _OF_MODELS = {"huggingface_hub", "peft", "safetensors", "timm", "torchmetrics", "torchvision", "transformers"}
 _OF_TRAINING = {"accelerate", "lightning", "lightning_fabric", "lightning_utilities", "matplotlib", "mlflow", "pytorch_lightning", "wandb"}
-_OF_CONSTANT_CODE = _LIBRARIES | _OF_MODELS | _OF_TRAINING
+_OF_DATA = {"PIL", "albumentations", "datasets", "fsspec", "pandas", "pyarrow", "scipy", "sklearn", "tokenizers", "torchaudio"}
+_OF_CONSTANT_CODE = _LIBRARIES | _OF_MODELS | _OF_TRAINING | _OF_DATA
 """Packages whose code is assumed constant. Their objects may change, such as a configuration."""
 NAMESPACES = (SimpleNamespace, Namespace)
 """Classes of libraries whose objects only keep the attributes of user code."""

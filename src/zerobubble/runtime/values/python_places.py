@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import is_, length_hint
 from types import GeneratorType, MemberDescriptorType
 from typing import Any
 
@@ -267,7 +269,7 @@ class Position(Place):
         raise InputError(message, place=self.path, kind=kind, remedy="keep a number or a list instead")
 
     def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
-        return ()
+        return ((self.path, value) for value in content if is_a(value, (Iterator, tuple)))
 
 
 def _is_same_value(one: Any, other: Any) -> bool:
@@ -275,10 +277,12 @@ def _is_same_value(one: Any, other: Any) -> bool:
 
 
 def _position(iterator: Any) -> Content:
+    if isinstance(iterator, itertools.count):
+        return (repr(iterator),)
     if isinstance(iterator, GeneratorType):
         frame = iterator.gi_frame
-        return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
-    return (repr(iterator),)
+        return () if frame is None else (frame.f_lasti, *gc.get_referents(iterator))
+    return (length_hint(iterator, -1), *gc.get_referents(iterator))
 
 
 class GeneratorState(Numbers):
@@ -345,6 +349,25 @@ def container_place(path: str, value: Any) -> Place | None:
     return Items(path, value) if is_a(value, (list, deque, set)) else None
 
 
+def file_place(path: str, value: Any) -> Place | None:
+    """Returns the place of the position in a file that is only read; None for any other object."""
+    is_read = is_a(value, io.IOBase) and not value.closed and value.readable() and not value.writable() and value.seekable()
+    return Numbers(path, value, partial(_offset, value), partial(_seek, value)) if is_read else None
+
+
+def _offset(file: Any) -> int | None:
+    try:
+        return int(file.seek(0, io.SEEK_CUR))
+    except OSError:  # while a loop reads its lines
+        return None
+
+
+def _seek(file: Any, offset: int | None) -> None:
+    if offset is not None:
+        file.seek(offset)
+
+
 def iterator_place(path: str, value: Any) -> Place | None:
-    """Returns the place of the position of a generator or count; None for any other object."""
-    return Position(path, value) if is_a(value, (GeneratorType, itertools.count)) else None
+    """Returns the place of the position of an iterator of Python, such as a generator, a count or a cycle; None for any other object."""
+    is_of_python = type(value).__module__ in ("builtins", "itertools") and is_a(value, Iterator)
+    return Position(path, value) if is_of_python else None

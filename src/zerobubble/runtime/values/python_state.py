@@ -5,7 +5,8 @@ it changes besides parameters and buffers is found by a walk from the module thr
 
 - attributes of modules, namespaces and objects of user classes, data attributes of these classes, and containers;
 - closures and defaults of functions, and global variables that user code names, also of imported Python modules;
-- random generators of torch, Python and NumPy, with the global ones of Python and NumPy; arrays and tensors of up to 16 MiB; iterators.
+- random generators of torch, Python and NumPy, with the global ones of Python and NumPy; arrays and tensors of up to 16 MiB; iterators
+  and files that are read.
 
 Objects of libraries, such as loggers, are assumed to have no effect on a forward. Comparing a place takes about half a microsecond.
 """
@@ -36,12 +37,15 @@ from zerobubble.runtime.values.python_places import (
     Content,
     Elements,
     GeneratorState,
+    Items,
     Place,
     Slots,
+    Table,
     are_same,
     array_place,
     class_place,
     container_place,
+    file_place,
     generator_place,
     globals_place,
     iterator_place,
@@ -53,13 +57,12 @@ _ATOMS = (int, float, complex, str, bytes, types.NoneType, Enum, torch.dtype, to
 _CODE = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: its parameters, buffers, modules and hooks, and its mode."""
-_OF_NAMESPACES = ("argparse", "collections", "types")
-"""Modules of Python whose objects hold values of the user: Namespace, UserDict, SimpleNamespace and others."""
+_OF_NAMESPACES = ("argparse", "collections", "torch.utils.data.dataloader", "torch.utils.data.dataset", "torch.utils.data.sampler", "types")
+"""Modules of libraries whose objects hold values of the user: Namespace, UserDict, SimpleNamespace, Subset and others."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 GENERATORS = ("random", "numpy.random")
 """The paths of the global generators of Python and NumPy."""
 _MOST_ENTRIES = 2000
-"""The entries of larger containers are assumed to be constant, such as those of data sets; the container itself is not."""
 
 
 def named_generators(names: Iterable[str]) -> str:
@@ -76,11 +79,15 @@ class Snapshot(NamedTuple):
 
 
 class PythonState:
-    """The Python state that the code of `roots`, modules and functions, may change, except through the objects `left_out`."""
+    """The Python state that the code of `roots`, modules and functions, may change, except through the objects `left_out`.
 
-    def __init__(self, *roots: Any, left_out: Sequence[Any] = ()) -> None:
+    The entries of containers with more than `most_entries` are assumed to be constant, such as those of data sets; the container is not.
+    """
+
+    def __init__(self, *roots: Any, left_out: Sequence[Any] = (), most_entries: int = _MOST_ENTRIES) -> None:
         self._roots = roots
         self._left_out = left_out
+        self._most_entries = most_entries
         self._find()
 
     def _find(self) -> None:
@@ -124,7 +131,7 @@ class PythonState:
         return {id(place.owner) for place in self._places}
 
     def _visit(self, place: Place, content: Content) -> None:
-        if len(content) <= _MOST_ENTRIES:
+        if len(content) <= (self._most_entries if isinstance(place, (Items, Table)) else _MOST_ENTRIES):
             self._finder.visit_all(place.objects(content))
 
     def _read_new(self) -> None:
@@ -166,7 +173,7 @@ def _raise_first(faults: list[InputError]) -> None:
 def put_back(before: Snapshot, *, replaces_tensors: bool = False) -> list[InputError]:
     """Restores the contents of a snapshot; with `replaces_tensors`, by copies of tensors whose elements have changed.
 
-    Returns the errors for tensors of which there is no copy, and for iterators.
+    Returns the errors for tensors of which there is no copy, and for iterators, with the field `place`.
     """
     copies = _copies_in(before) if replaces_tensors else {}
     faults = []
@@ -269,7 +276,7 @@ class _Finder:
 
     def _visit_object(self, path: str, value: Any) -> None:
         container = container_place(path, value)
-        place = container or generator_place(path, value) or iterator_place(path, value)
+        place = container or generator_place(path, value) or file_place(path, value) or iterator_place(path, value)
         if place is None and is_of_library(type(value).__module__):
             place = array_place(path, value)
         if place is not None:
