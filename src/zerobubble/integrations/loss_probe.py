@@ -85,7 +85,7 @@ class Prober:
             rows, wholes = [], [inputs]  # what is not cut needs no rules, and may fail for single samples
         else:
             whole = samples_of(inputs, rows, self._dims)
-            wholes = [batch for batch in (whole, with_other_labels(whole, names, classes)) if batch is not None]
+            wholes = [batch for batch in (whole, with_other_labels(whole, inputs, names, classes)) if batch is not None]
         parts = [part for batch in wholes for part in (*(samples_of(batch, [row], self._dims) for row in range(len(rows))), batch)]
         parts += [parts[0]] * (-len(parts) % self._trainer._num_microbatches)
         probe = Probe(parts, trains, items, not trains, is_compared=True, width=len(rows) + 1, num_groups=len(wholes))
@@ -143,7 +143,7 @@ class Prober:
             stack.enter_context(self._models_noted())
             if probe.trains:
                 stack.enter_context(self._trainer._pipe._steps.cut_model.refusing_reads(self._refused))
-                output = stack.enter_context(_recording(output))
+            output = stack.enter_context(_copied(output, records=probe.trains))
             called = self._calls.call(probe, index, output)
             probe.draws |= not RandomStates.now(device).is_same_as(probe.start)
         if changed := [name for name in changed if name not in self._calls.covered]:
@@ -197,7 +197,7 @@ class Prober:
 
 
 @contextmanager
-def _recording(output: Any) -> Iterator[Any]:
-    """A context that records gradients, as a training step does, with a copy of the output of which they are recorded."""
-    with torch.enable_grad():
-        yield pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()).clone(), output)
+def _copied(output: Any, *, records: bool) -> Iterator[Any]:
+    """A context with a copy of the output, which `compute_loss` may change in place, that records gradients as a training step does."""
+    with torch.set_grad_enabled(records):
+        yield pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(records and leaf.is_floating_point()).clone(), output)

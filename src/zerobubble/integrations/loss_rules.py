@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+IGNORED = -100
+"""The label that losses of PyTorch ignore by default."""
+OFTEN_IGNORED = (IGNORED, -1)
+"""The labels that losses often ignore, by `ignore_index`."""
 MOST_SAMPLES = 4
 """The number of samples that a probe compares, without those with the largest and smallest labels."""
 
@@ -40,24 +44,28 @@ class Rule(NamedTuple):
 SUM = Rule("a sum", None)
 
 
-def rules_of(inputs: Mapping[str, Any], num_samples: Callable[[Mapping[str, Any]], int], *, shifts: bool) -> list[Rule]:
+def rules_of(
+    inputs: Mapping[str, Any], num_samples: Callable[[Mapping[str, Any]], int], *, shifts: bool, ignored: Sequence[int] = OFTEN_IGNORED
+) -> list[Rule]:
     """Lists the rules that may apply to batches with these names, the likeliest first.
 
     Args:
         inputs: A batch.
         num_samples: Returns the number of samples of a batch.
         shifts: Whether the model predicts the next token, so that the first label of a sequence does not count.
+        ignored: The labels that a loss may ignore.
     """
-    labels = [_labels("shift_labels", 0)] if isinstance(inputs.get("shift_labels"), Tensor) else []
+    labels = [_labels("shift_labels", 0, IGNORED)] if isinstance(inputs.get("shift_labels"), Tensor) else []
     if isinstance(inputs.get("labels"), Tensor):
-        labels += sorted((_labels("labels", first) for first in (0, 1)), key=lambda rule: ("first" in rule.name) != shifts)
+        firsts = sorted((0, 1), key=lambda first: bool(first) != shifts)
+        labels += [_labels("labels", first, value) for value in ignored for first in firsts]
     mask = [_tokens(first) for first in (0, 1)] if isinstance(inputs.get("attention_mask"), Tensor) else []
     return [SUM, *labels, Rule("a mean over samples", num_samples), *mask]
 
 
-def _labels(name: str, first: int) -> Rule:
-    words = f"a mean over {name} other than -100" + (", without the first of each sequence" if first else "")
-    return Rule(words, lambda inputs: int(_after(inputs[name], first).ne(-100).sum()))
+def _labels(name: str, first: int, ignored: int) -> Rule:
+    words = f"a mean over {name} other than {ignored}" + (", without the first of each sequence" if first else "")
+    return Rule(words, lambda inputs: int(_after(inputs[name], first).ne(ignored).sum()))
 
 
 def _tokens(first: int) -> Rule:
@@ -88,16 +96,25 @@ def telling_samples(samples: Sequence[Mapping[str, Any]], rules: Iterable[Rule],
     return sorted(list(chosen)[: MOST_SAMPLES + 2 * len(values)])
 
 
-def with_other_labels(batch: Mapping[str, Any], names: Sequence[str], num_classes: int) -> dict[str, Any] | None:
-    """Returns the batch with random classes as labels, so that weights of classes show; None if the labels are not classes."""
+def with_other_labels(
+    samples: Mapping[str, Any], batch: Mapping[str, Any], names: Sequence[str], num_classes: int
+) -> dict[str, Any] | None:
+    """Returns samples of a batch with random classes as labels, so that weights of classes show; None if the labels are not classes.
+
+    The classes are the labels of the batch, and all of `num_classes` if the labels are not others. Negative labels stay.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
-    changed = dict(batch)
+    changed = dict(samples)
     for name in names:
-        labels = batch.get(name)
-        if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not labels.numel():
+        labels, of_batch = samples.get(name), batch.get(name)
+        if not isinstance(labels, Tensor) or not isinstance(of_batch, Tensor) or labels.dtype not in (torch.int64, torch.int32):
             return None
-        classes = max(num_classes, int(labels.max()) + 1)
-        random = torch.randint(classes, labels.shape, generator=generator, device="cpu").to(labels)
+        known = torch.unique(of_batch[of_batch >= 0]).cpu()
+        if not len(known):
+            return None
+        has_row_per_class = labels.ndim > 1 and labels.shape[1] == num_classes and int(known.max()) <= 1
+        legal = torch.arange(num_classes) if int(known.max()) < num_classes and not has_row_per_class else known
+        random = legal[torch.randint(len(legal), labels.shape, generator=generator, device="cpu")].to(labels)
         changed[name] = torch.where(labels < 0, labels, random)
     return changed if names else None
 
