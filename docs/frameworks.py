@@ -15,6 +15,7 @@ TESTS = PAGE.parents[1] / "tests"
 FRAMEWORKS = {
     "integrations/test_transformers": "Trainer",
     "integrations/test_own_losses": "Trainer",
+    "integrations/test_own_data": "Trainer",
     "integrations/test_trl": "TRL",
     "integrations/test_lightning": "Lightning",
     "integrations/test_own_numbers": "Lightning",

@@ -14,6 +14,8 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.batch import sample_slices
 
+MOST_ELEMENTS = 1 << 18
+"""The number of elements of a tensor up to which a digest has all of them."""
 Dims = Mapping[str, int | None]
 """By name of an argument, its batch dimension, if that is not 0; None for an argument that all microbatches share."""
 
@@ -61,29 +63,49 @@ def with_new_containers(batch: Any) -> Any:
 def refuse_different_batches(batch: Any, group: dist.ProcessGroup) -> None:
     """Raises `InputError` on every rank of a pipeline if they have different batches, or draw different random numbers."""
     digests = [""] * dist.get_world_size(group)
-    dist.all_gather_object(digests, _digest((batch, torch.get_rng_state())), group=group)
+    dist.all_gather_object(digests, digest_of((batch, torch.get_rng_state())), group=group)
+    refuse_different_digests(
+        digests,
+        "load the same batches and draw the same random numbers",
+        "call lightning.seed_everything(0, workers=True), leave samplers to Lightning, and draw on all ranks alike",
+    )
+
+
+def refuse_different_digests(digests: Sequence[str], must: str, remedy: str) -> None:
+    """Raises `InputError` if the ranks of a pipeline have different digests of their batches. `must` is what they must do instead."""
     if len(set(digests)) > 1:
         raise InputError(
-            "the ranks of a pipeline must load the same batches and draw the same random numbers, but ranks {got} have others than the "
-            "first: call lightning.seed_everything(0, workers=True), leave samplers to Lightning, and draw on all ranks alike",
+            "the ranks of a pipeline must {must}, but ranks {got} have others than the first",
+            must=must,
             argument="batch",
-            got=", ".join(str(rank) for rank, found in enumerate(digests) if found != digests[0]),
+            got=", ".join(str(rank) for rank, digest in enumerate(digests) if digest != digests[0]),
+            remedy=remedy,
         )
 
 
-def _digest(batch: Any) -> str:
-    """Returns a digest of the values of a batch, to compare the batches of ranks."""
-    found = hashlib.sha256()
-    for tensor in _tensors(batch):
-        found.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()[:16]
+def digest_of(batch: Any) -> str:
+    """Returns a digest of the values of a batch, to compare the batches of ranks. Of a large tensor, it has a part of the elements."""
+    digest = hashlib.sha256()
+    for leaf in _leaves(batch):
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().flatten()
+            flat = flat[:: len(flat) // MOST_ELEMENTS | 1].cpu().contiguous()  # an odd step, so that images are not read along columns
+            digest.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            digest.update(flat.view(torch.uint8).numpy().data)
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()[:16]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Returns the tensors, strings and numbers of a batch."""
+    if isinstance(value, (Tensor, str, bytes, int, float)):
+        return [value]
+    return [leaf for item in _items(value) for leaf in _leaves(item)]
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for item in _items(value) for tensor in _tensors(item)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _items(value: Any) -> list[Any]:

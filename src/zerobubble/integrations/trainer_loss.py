@@ -21,7 +21,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, samples_of
 from zerobubble.integrations.loss_calls import ATTRIBUTE, LOGGED, Called, LossCalls, Microbatches
 from zerobubble.integrations.loss_probe import LOSS, Probe, Prober
-from zerobubble.integrations.loss_rules import SUM, Rule, differ, extremes, rules_of, telling_samples
+from zerobubble.integrations.loss_rules import IGNORED, OFTEN_IGNORED, SUM, Rule, differ, extremes, rules_of, telling_samples
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, drawn_seed
 
@@ -225,7 +225,10 @@ class TrainerLoss:
 
     def _found_out(self, inputs: Any, items: Any, trains: bool, before: dict[str, list[Rule]]) -> dict[str, list[Rule]]:
         """Returns, by name of a number, the rules that may apply. Raises `InputError` on every rank if there are no such rules."""
-        candidates = rules_of(inputs, lambda batch: num_samples(batch, self._dims), shifts=self._trainer._loss_shifts_labels)
+        of_model = getattr(getattr(self._trainer.model, "config", None), "semantic_loss_ignore_index", IGNORED)
+        ignored = tuple(dict.fromkeys((of_model, *OFTEN_IGNORED)))
+        shifts = self._trainer._loss_shifts_labels
+        candidates = rules_of(inputs, lambda batch: num_samples(batch, self._dims), shifts=shifts, ignored=ignored)
         candidates += [self._weighted] if self._weighted else []
         probe = self._probed(inputs, self._rows(inputs, candidates), items, trains=trains)
         names = dict.fromkeys(name for comparison in probe.comparisons for numbers in comparison.numbers for name in numbers)

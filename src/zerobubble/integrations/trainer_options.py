@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,9 @@ def wrong_options(args: Any, model: nn.Module, mesh: DeviceMesh | None) -> list[
     found += [f"{name}={given!r}: {remedy}" for name, (given, remedy) in wrong.items() if given]
     if args.n_gpu > 1:
         found.append(f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun")
+    replicas = math.prod(mesh[name].size() for name in mesh.mesh_dim_names or () if name in ALIKE) if mesh is not None else 1
+    if replicas > 1 and not args.accelerator_config.even_batches:
+        found.append("even_batches=False: leave it out; all replicas train and evaluate equally many batches")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         found.append(f"a model with a device_map of {len(devices)} devices: load it on one, or without a device_map")

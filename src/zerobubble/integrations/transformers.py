@@ -32,7 +32,8 @@ from zerobubble.integrations.hidden_methods import refuse_hidden_methods
 from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
 from zerobubble.integrations.stream_ends import count_samples, note_remainder
 from zerobubble.integrations.trainer_callbacks import SharedCallbacks
-from zerobubble.integrations.trainer_example import example_of
+from zerobubble.integrations.trainer_data import args_of_replica, refuse_different_batches
+from zerobubble.integrations.trainer_example import example_of, remedies_of_trainer
 from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
 from zerobubble.integrations.trainer_options import wrong_options
 from zerobubble.integrations.versions import refuse_wrong_versions
@@ -149,8 +150,10 @@ class PipelineMixin(_Trainer):
         if self._cut_model is not self.model:  # `model_init` makes another model for each `train`
             self.close()
         if self._pipe is None:
-            example = self._split_options.get("example", example_of(self, self._computed))
-            stages = zb.split(self.model, **self._split_options | {"example": example})
+            if "example" not in self._split_options:
+                self._split_options["example"] = example_of(self, self._computed)
+            with remedies_of_trainer():
+                stages = zb.split(self.model, **self._split_options)
             options = {"loss_weight": self._computed.weight, **self._options}
             self._pipe = zb.Pipeline(stages, self._schedule, self._num_microbatches, self._computed.loss, **options)
             for stage in self._pipe.modules.values():
@@ -189,6 +192,11 @@ class PipelineMixin(_Trainer):
             at: dist.new_group([rank for other, _, rank in sorted(places) if other == at]) for at in sorted({at for at, *_ in places})
         }
         return groups[position]
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a loader like Trainer, whose sampler and workers are those of the replica."""
+        with replaced(self, args=args_of_replica(self.args, self._num_replicas, self._replica)):
+            return super()._get_dataloader(*args, **kwargs)
 
     def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         """Prepares a loader like Accelerator, except that all ranks of a pipeline load the same batches."""
@@ -260,6 +268,7 @@ class PipelineMixin(_Trainer):
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
+        refuse_different_batches(self.pipeline, inputs)
         with self._autocast():
             count = self._computed.num_microbatches(inputs)
             batch = self._computed.begin(inputs, num_items_in_batch, self._factor(num_items_in_batch), count, trains=True)
@@ -267,6 +276,8 @@ class PipelineMixin(_Trainer):
             loss = self.pipeline.step(batch.arguments, batch.targets, num_microbatches=count)
             self._computed.finish(batch)
             self._computed.check(batch, inputs, loss)
+        if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
+            transformers.trainer.clear_device_cache()
         return loss.detach().to(self.args.device)
 
     def _factor(self, num_items: Any) -> float:
@@ -333,6 +344,7 @@ class PipelineMixin(_Trainer):
         if self._generates and not prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **generation)
         inputs = self._prepare_inputs(inputs)
+        refuse_different_batches(self.pipeline, inputs)
         if ignore_keys is None:
             ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
@@ -347,7 +359,7 @@ class PipelineMixin(_Trainer):
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         """Evaluates like Trainer, on all ranks. To generate, every rank gathers the whole model."""
-        if not (self.is_in_train or self.state.global_step or hasattr(self, "model_preparation_time")):  # as Trainer, before it trains
+        if hasattr(self, "model_preparation_time") or not (self.is_in_train or self.state.global_step):  # as Trainer, before it trains
             start = time.monotonic()
             self._wrap_model(self.model, training=False)
             self.model_preparation_time = round(time.monotonic() - start, 4)
@@ -371,6 +383,7 @@ class PipelineMixin(_Trainer):
                 "{cls} calls the model with {unnamed} arguments without names", cls=name, unnamed=len(args), remedy="name them"
             )
         arguments = {label: value for label, value in arguments.items() if value is not None}
+        refuse_different_batches(self.pipeline, arguments)
         with self._autocast():
             samples = num_samples(arguments, self._options.get("batch_dims"))
             return self._whole_outputs.of(self.pipeline, arguments, samples, min(samples, self._num_microbatches))
