@@ -87,6 +87,10 @@ class DeviceInterface:
         """Allocates host memory to and from which copies of this device can be asynchronous."""
         raise self.lacks("host memory")
 
+    def copy_on_host(self, tensor: Tensor) -> Tensor:
+        """Enqueues a copy of `tensor` to host memory, and returns it. The host may read it once the device has done that work."""
+        return self.host_memory(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+
     def random_state(self) -> Tensor:
         """Returns the state of the device's generator."""
         raise self.lacks("random generator")

@@ -59,7 +59,7 @@ class BatchDigests:
 
     def _copy(self, call: int, elements: Sequence[Tensor]) -> _Copied:
         device = interface(self._device)
-        copies = [device.host_memory(each.shape, each.dtype).copy_(each, non_blocking=True) for each in elements]
+        copies = [device.copy_on_host(each) for each in elements]
         end = device.new_event()
         end.record(device.current_stream())
         return _Copied(call, copies, end)

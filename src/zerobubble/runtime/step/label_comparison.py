@@ -9,8 +9,8 @@ losses with n1 and n2 = n - n1 of them. If the loss is a mean over counted label
 A sum, a mean over all places and a mean over samples do not satisfy this. If the loss does, and microbatches with equal weights have
 different numbers of counted labels, the mean over microbatches is not the loss of the whole batch.
 
-The last stage runs for this without gradients, on one microbatch with the same random numbers each time. Labels are integers of which all
-negative ones are the same number. A model may not count the first label of a sequence.
+The last stage runs for this without gradients, with the same random numbers each time, on one microbatch that is kept in host memory.
+Labels are integers of which all negative ones are the same number. A model may not count the first label of a sequence.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerobubble.runtime.values.memory import in_host_memory
 from zerobubble.runtime.values.payload import Payload, Tensors, flatten_pytree, unflatten_pytree
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -69,6 +70,7 @@ class LabelComparison:
         self._alone = alone
         self._labels: list[_Labels] = []
         self._first: tuple[Tensors, Any] | None = None
+        self._devices: list[torch.device] = []
 
     def note(self, microbatch: int, inputs: Tensors, target: Any, *, weight: float, size: int) -> None:
         """Notes what arrives at the last stage for a microbatch of `size` samples. A mean over one sample may be one over its labels."""
@@ -77,7 +79,9 @@ class LabelComparison:
             return
         self._labels.append(_Labels(microbatch, tensors, weight))
         if self._first is None:
-            self._first = _with_tensors(inputs, target, [tensor.detach().clone() for tensor in _leaves(inputs, target)])
+            self._devices = [tensor.device for tensor in _leaves(inputs, target)]
+            kept = [in_host_memory(tensor.detach().clone()) for tensor in _leaves(inputs, target)]
+            self._first = _with_tensors(inputs, target, kept)
 
     def clear(self) -> None:
         """Drops what is noted."""
@@ -127,9 +131,8 @@ class LabelComparison:
     def _loss_of(self, labels: Tensor, others: Tensor) -> Tensor:
         """Returns the loss of the first microbatch with other labels wherever it is given these `labels`."""
         assert self._first is not None
-        leaves = [
-            others.clone() if leaf.dtype == labels.dtype and torch.equal(leaf, labels) else leaf.clone() for leaf in _leaves(*self._first)
-        ]
+        copies = [leaf.to(device, copy=True) for leaf, device in zip(_leaves(*self._first), self._devices, strict=True)]
+        leaves = [others.clone() if leaf.dtype == labels.dtype and torch.equal(leaf, labels) else leaf for leaf in copies]
         return self._run(*_with_tensors(*self._first, leaves))
 
 

@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerobubble.error_reports.user_code import warn_user
 from zerobubble.errors import LossWarning
-from zerobubble.runtime.device import interface, is_host
+from zerobubble.runtime.device import is_host
 from zerobubble.runtime.measure.profile import values_restored
 from zerobubble.runtime.split.stage_with_loss import loss_module
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.label_comparison import IgnoredLabels, LabelComparison
 from zerobubble.runtime.values.added_losses import collecting_losses
-from zerobubble.runtime.values.memory import is_plain, local_part
+from zerobubble.runtime.values.memory import in_host_memory, local_part
 from zerobubble.runtime.values.payload import Tensors, flatten_pytree, unflatten_pytree
 from zerobubble.runtime.values.python_places import Elements, Place, Position, generator_place
 from zerobubble.runtime.values.python_state import PythonState, Snapshot, changed
@@ -101,7 +101,7 @@ class LossComparison:
         if not self._is_open or not weight:
             return
         if len(self._parts) < 2:
-            kept = _mapped(output, lambda tensor: _in_host_memory(tensor.detach()))
+            kept = _mapped(output, lambda tensor: in_host_memory(tensor.detach()))
             self._parts.append(_Part(microbatch, kept, _mapped(target, Tensor.detach), loss.detach(), weight, size))
         if self._stage is not None:
             self._labels.note(microbatch, self._inputs, target, weight=weight, size=size)
@@ -235,13 +235,6 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a pytree with each tensor changed."""
     tensors, structure = flatten_pytree(value, opaque=True)
     return unflatten_pytree(structure, iter([change(tensor) for tensor in tensors]))
-
-
-def _in_host_memory(tensor: Tensor) -> Tensor:
-    """Returns `tensor`, or a copy in host memory if it is an accelerator's, which the device makes without waiting of the host."""
-    if is_host(tensor.device) or not is_plain(tensor):
-        return tensor
-    return interface(tensor.device).host_memory(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def _mean(parts: Sequence[_Part], losses: Sequence[float]) -> tuple[float, float]:

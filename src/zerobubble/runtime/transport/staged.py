@@ -145,7 +145,7 @@ class _CopyStream:
     def __call__(self, tensor: Tensor) -> _Staged:
         self._stream.wait_stream(self._device.current_stream())
         with torch.no_grad(), self._device.on_stream(self._stream):
-            host = self._device.host_memory(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+            host = self._device.copy_on_host(tensor)
             ready = self._device.new_event()
             ready.record(self._stream)
         # The sender keeps `tensor` until the work is done. If the step fails first, its memory must still outlive the copy.

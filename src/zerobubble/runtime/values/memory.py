@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zerobubble.runtime.device import interface, is_host
+
 _PLAIN = (Tensor, nn.Parameter)
 """The types that their elements describe completely; other tensor subclasses would lose the rest of their state."""
 
@@ -75,3 +77,8 @@ def as_memory(tensor: Tensor) -> Tensor:
 def is_memory(tensor: Tensor) -> bool:
     """Returns whether the memory of `tensor` can be sent as it is."""
     return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """Returns an accelerator's tensor as a copy in host memory, for which the host does not wait; any other tensor as it is."""
+    return tensor if is_host(tensor.device) or not is_plain(tensor) else interface(tensor.device).copy_on_host(tensor)
