@@ -9,7 +9,7 @@ row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -216,15 +216,7 @@ class StepLosses:
         loss = None if self.is_refused else self._called(output, target)
         if self.is_refused:
             return self._refused(microbatch, output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(
-                "loss_fn must return {expected}, got {got}", expected="a tensor with one element, the mean loss of a microbatch", got=shape
-            )
-        if loss.dtype not in DTYPES:
-            raise InputError("loss_fn must return one of {expected}, got {got}", expected=", ".join(map(str, DTYPES)), got=str(loss.dtype))
-        if loss.dim():
-            loss = loss.reshape(())
+        loss = _scalar(loss)
         if is_first:
             weight = self._weight_of(microbatch)
             self.comparison.note(microbatch, output, target, loss, weight=weight, size=self._sizes[microbatch])
@@ -232,22 +224,30 @@ class StepLosses:
         if added:
             loss = loss + sum(added.values())
         if is_first:
-            if added:
-                self._added[microbatch] = {name: value.detach().to(loss.dtype) for name, value in added.items()}
-            known = self._known[microbatch] = loss.detach()
-            if self._on_loss is not None:
-                self._on_loss(microbatch, known)
+            self._note_loss(microbatch, loss, added)
         counts = self._weights is None or self._weights[microbatch]
         result = loss if counts else _zero_loss((output, added), loss)
         if is_first:
-            if not self.requires_grad and (unknown := unknown_parameter(loss, tensors_in((output, added)), self._held())):
-                self.reads.note(unknown)
-                self.is_refused = True
-                return self._refused(microbatch, output)
-            self.requires_grad |= result.requires_grad
-            if not self.output_requires_grad:
-                self.output_requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
-        return result
+            self._note_gradients(result, loss, output, added)
+        return self._refused(microbatch, output) if self.is_refused else result
+
+    def _note_loss(self, microbatch: int, loss: Tensor, added: Mapping[str, Tensor]) -> None:
+        """Notes the loss of a microbatch and the parts that stages `added` to it, and calls `on_loss`."""
+        if added:
+            self._added[microbatch] = {name: value.detach().to(loss.dtype) for name, value in added.items()}
+        known = self._known[microbatch] = loss.detach()
+        if self._on_loss is not None:
+            self._on_loss(microbatch, known)
+
+    def _note_gradients(self, result: Tensor, loss: Tensor, output: Any, added: Mapping[str, Tensor]) -> None:
+        """Notes whether the result and the output require a gradient. Refuses a loss of parameters that this rank does not hold."""
+        if not self.requires_grad and (unknown := unknown_parameter(loss, tensors_in((output, added)), self._held())):
+            self.reads.note(unknown)
+            self.is_refused = True
+            return
+        self.requires_grad |= result.requires_grad
+        if not self.output_requires_grad:
+            self.output_requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
 
     def _called(self, output: Any, target: Any) -> Any:
         """Returns what `loss_fn` returns. A fault in what it reads refuses the step."""
@@ -458,6 +458,18 @@ class StepLosses:
         )
         for name, part in following.parts.items():
             self._add_part(name, torch.tensor(part, dtype=report.dtype, device=self._peers.device))
+
+
+def _scalar(loss: Any) -> Tensor:
+    """Returns what `loss_fn` has returned, without dimensions. Raises `InputError` if it is no loss."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(
+            "loss_fn must return {expected}, got {got}", expected="a tensor with one element, the mean loss of a microbatch", got=shape
+        )
+    if loss.dtype not in DTYPES:
+        raise InputError("loss_fn must return one of {expected}, got {got}", expected=", ".join(map(str, DTYPES)), got=str(loss.dtype))
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _unwrapped(target: Any) -> Any:

@@ -294,18 +294,23 @@ def _joined_tensor(one: Tensor, other: Tensor, sizes: tuple[int, int], *, by_vie
     if type(one) is not type(other) or one.is_nested or hasattr(one, "to_local") or one.dim() != other.dim():
         raise _IncomparableError
     are_equal = one.shape == other.shape and torch.equal(one, other)
-    if are_equal and (keeps_equal or not one.dim()):
-        return one.clone()
+    has_batch = one.dim() > 0 and not (are_equal and keeps_equal)
+    joined = _along_batch(one, other, sizes, by_views=by_views) if has_batch else None
+    if joined is None and not are_equal:
+        raise _IncomparableError
+    return one.clone() if joined is None else joined
+
+
+def _along_batch(one: Tensor, other: Tensor, sizes: tuple[int, int], *, by_views: bool) -> Tensor | None:
+    """Returns both tensors joined along a dimension with the sizes of the microbatches or a multiple of them; None if they have none."""
     having = [dim for dim, lengths in enumerate(zip(one.shape, other.shape, strict=True)) if lengths == sizes]
     if len(having) == 1 or 0 in having:
         return torch.cat([one, other], having[0])
-    rows = len(one) // sizes[0] if one.dim() else 0
-    if rows > 1 and (len(one), len(other)) == (rows * sizes[0], rows * sizes[1]):
-        views = zip(one.chunk(rows), other.chunk(rows), strict=True) if by_views else [(one, other)]
-        return torch.cat([tensor for view in views for tensor in view])
-    if are_equal:
-        return one.clone()
-    raise _IncomparableError
+    rows = len(one) // sizes[0]
+    if rows < 2 or (len(one), len(other)) != (rows * sizes[0], rows * sizes[1]):
+        return None
+    views = zip(one.chunk(rows), other.chunk(rows), strict=True) if by_views else [(one, other)]
+    return torch.cat([tensor for view in views for tensor in view])
 
 
 _MEANT = "If the accumulation is meant, ignore zb.errors.LossWarning (docs/losses.md)"
