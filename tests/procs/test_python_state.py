@@ -334,3 +334,44 @@ def test_parameters_without_values_are_no_state() -> None:
     module = nn.Linear(1, 1)
     module.spare = [nn.LazyBatchNorm1d(), nn.LazyLinear(1)]  # type: ignore[assignment]
     PythonState(module)
+
+
+shift = 1.0
+
+
+def shifted(x: Tensor) -> Tensor:
+    return x + shift
+
+
+class Twice(nn.Module):
+    """A model that reads an attribute, a function and a variable of this file. Its layer is shared, so its forward is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted, self.layer = nn.LayerNorm(WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = shifted(self.layer(self.counted(x)))
+        return x
+
+
+def with_changed_global(group: Any, name: str) -> bool:
+    """Whether a step that follows the change of a global is refused."""
+    before = globals()[name]
+    inputs, targets = data()
+    with zb.Pipeline(zb.split(Twice(), example=inputs[:2]), "zb-v", M, nn.functional.mse_loss, group=alone()) as pipe:
+        pipe.step(inputs, targets)
+        try:
+            globals()[name] = 2
+            pipe.step(inputs, targets)
+        except zb.InputError:
+            return True
+        finally:
+            globals()[name] = before
+    return False
+
+
+def test_a_global_with_the_name_of_an_attribute_may_change(world: Ranks) -> None:
+    assert world.run(with_changed_global, "counted", ranks=1) == [False]
+    assert world.run(with_changed_global, "shift", ranks=1) == [True]

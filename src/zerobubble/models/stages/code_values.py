@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.values.python_objects import is_constant_code, names_in
+from zerobubble.runtime.values.python_objects import globals_in, is_constant_code, names_in
 from zerobubble.runtime.values.python_places import Attributes, Content, Elements, Place, Slots, are_same, class_place, globals_place
 from zerobubble.runtime.values.python_state import GENERATORS, PythonState
 from zerobubble.runtime.values.stored import ABSENT
@@ -93,10 +93,11 @@ def _places_of_functions(left: Iterable[FunctionType]) -> Iterator[Place]:
         if function in seen:
             continue
         seen.add(function)
-        names = names_in(function.__code__)
-        modules = [value for name in names if isinstance(value := function.__globals__.get(name), ModuleType)]
-        for namespace in (function.__globals__, *(vars(module) for module in modules if not is_constant_code(module.__name__))):
-            called = [name for name in names if _is_own_function(namespace.get(name))]
+        names, own = names_in(function.__code__), globals_in(function.__code__)
+        modules = [value for name in own if isinstance(value := function.__globals__.get(name), ModuleType)]
+        of_modules = [(vars(module), names) for module in modules if not is_constant_code(module.__name__)]
+        for namespace, used in ((function.__globals__, own), *of_modules):
+            called = [name for name in used if _is_own_function(namespace.get(name))]
             if called:
                 yield globals_place(namespace, called)
                 left += [namespace[name] for name in called]

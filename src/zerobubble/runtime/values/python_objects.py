@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from dis import get_instructions
+from functools import cache
 from itertools import chain
 from types import CodeType, SimpleNamespace
 
@@ -14,6 +16,7 @@ _OF_TRAINING = {"accelerate", "lightning", "lightning_fabric", "lightning_utilit
 _OF_DATA = {"PIL", "albumentations", "datasets", "fsspec", "pandas", "pyarrow", "scipy", "sklearn", "tokenizers", "torchaudio"}
 _OF_CONSTANT_CODE = _LIBRARIES | _OF_MODELS | _OF_TRAINING | _OF_DATA
 """Packages whose code is assumed constant. Their objects may change, such as a configuration."""
+_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
 NAMESPACES = (SimpleNamespace, Namespace)
 """Classes of libraries whose objects only keep the attributes of user code."""
 
@@ -32,3 +35,11 @@ def names_in(code: CodeType) -> list[str]:
     """Returns the names of globals and attributes that code and its inner functions use."""
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
     return list(dict.fromkeys([*code.co_names, *chain.from_iterable(map(names_in, inner))]))
+
+
+@cache
+def globals_in(code: CodeType) -> tuple[str, ...]:
+    """Returns the names of globals that code and its inner functions use: those of attributes may be globals of others."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    own = [instruction.argval for instruction in get_instructions(code) if instruction.opname in _GLOBAL]
+    return tuple(dict.fromkeys([*own, *chain.from_iterable(map(globals_in, inner))]))

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.values.python_objects import NAMESPACES, is_constant_code, is_of_library, names_in
+from zerobubble.runtime.values.python_objects import NAMESPACES, globals_in, is_constant_code, is_of_library, names_in
 from zerobubble.runtime.values.python_places import (
     Attributes,
     Cell,
@@ -329,11 +329,12 @@ class _Finder:
         names = names_in(function.__code__)
         if function.__name__ != "__init__":
             self.names.update(names)
-        self._visit_namespaces([function.__globals__], names)
+        self._visit_namespaces([function.__globals__], function.__code__)
 
-    def _visit_namespaces(self, namespaces: list[dict[str, Any]], names: Sequence[str]) -> None:
-        """Adds the places of variables `names` in global namespaces, and in those of the Python modules that they name."""
-        for namespace in namespaces:
+    def _visit_namespaces(self, namespaces: list[dict[str, Any]], code: CodeType) -> None:
+        """Adds the places of the variables that `code` uses, in its own namespace and in those of the Python modules that it names."""
+        for number, namespace in enumerate(namespaces):
+            names = names_in(code) if number else globals_in(code)
             named = [(name, namespace[name]) for name in names if name in namespace]
             self._visit_variables(namespace, [(name, value) for name, value in named if not is_a(value, (*_CODE, ModuleType))])
             self.visit_all((name, value) for name, value in named if is_a(value, (FunctionType, type)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerobubble.runtime.values.python_objects import is_of_library, names_in
+from zerobubble.runtime.values.python_objects import globals_in, is_of_library, names_in
 from zerobubble.runtime.values.stored import ABSENT, attributes_of, content_of, entries_of, is_a
 
 _CONTAINERS = (list, dict, set, deque)
@@ -72,7 +72,7 @@ class UsedPlaces:
         names = names_in(function.__code__)
         self.names.update(names)
         self.assigned.update(_assigned_in(function.__code__))
-        for space, name, value in _variables(function, names):
+        for space, name, value in _variables(function):
             self._note(space, name, value, is_stored=name in self.assigned)
             self._visit(value, depth - 1)
         self._visit_all((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()), depth - 1)
@@ -97,13 +97,13 @@ class UsedPlaces:
             self.stored.add((id(owner), name))
 
 
-def _variables(function: FunctionType, names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
+def _variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
     """Yields variables of closures and modules: where each is, its name and its value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if (value := content_of(cell)) is not ABSENT:
             yield cell, name, value
     space = function.__globals__
-    yield from ((space, name, space[name]) for name in names if name in space)
+    yield from ((space, name, space[name]) for name in globals_in(function.__code__) if name in space)
 
 
 def _assigned_in(code: CodeType) -> Iterator[str]:

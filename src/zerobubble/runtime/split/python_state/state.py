@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from types import FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.split.python_state.caches import cached_tensors
 from zerobubble.runtime.split.python_state.identity import Identity, WeakIdentity
 from zerobubble.runtime.split.python_state.watch import Watch
-from zerobubble.runtime.values.python_objects import is_of_library, names_in
+from zerobubble.runtime.values.python_objects import globals_in, is_of_library, names_in
 from zerobubble.runtime.values.stored import (
     ABSENT,
     attributes_of,
@@ -344,10 +344,10 @@ class _Reader:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 self._watch.add_cell(cell)
                 self.read(content_of(cell), f"{path}'s {name}")
-            self._read_globals(function.__globals__, names_in(function.__code__))
+            self._read_globals(function.__globals__, function.__code__)
 
-    def _read_globals(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
-        named = tuple(name for name in names if name in namespace)
+    def _read_globals(self, namespace: dict[str, Any], code: CodeType) -> None:
+        names, named = names_in(code), tuple(name for name in globals_in(code) if name in namespace)
         self._watch.add_globals(namespace, named)
         for name in named:
             value, path = namespace[name], f"{namespace.get('__name__')}.{name}"
