@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 import zerobubble as zb
 from tests.device import cpu_only
+from tests.procs.ranks import free_port
 from tests.refusals import raises, states
 from zerobubble.runtime import device
 
 pytestmark = cpu_only("it takes away the devices of torch, and adds others")
+CONNECT = dist.init_process_group
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -115,3 +117,22 @@ def test_a_device_that_is_no_kind_is_refused(given: str) -> None:
 def test_a_pipeline_without_ranks_names_the_launcher() -> None:
     with raises(zb.InputError, "torchrun"):
         zb.Pipeline(lambda stage, num_stages: torch.nn.Linear(2, 2), "1f1b", 2, torch.nn.functional.mse_loss)
+
+
+def test_a_second_call_returns_the_device_of_the_first(launched: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell of a notebook runs again. Another device, or ranks that torch has connected for another one, are refused."""
+    launched.side_effect = CONNECT
+    for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        first = zb.init_distributed("cpu")
+        group = dist.group.WORLD
+        assert zb.init_distributed("cpu") == first
+        assert dist.group.WORLD is group
+        assert launched.call_count == 1
+        with mock.patch.object(dist, "get_backend_config", return_value="cpu:mpi"), raises(zb.InputError, device="cpu", got="cpu:mpi"):
+            zb.init_distributed("cpu")
+    finally:
+        dist.destroy_process_group()
+    assert zb.init_distributed("cpu") == first
+    dist.destroy_process_group()

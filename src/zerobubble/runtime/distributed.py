@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 
 from zerobubble.arguments import Wanted, optional, takes
 from zerobubble.error_reports.uncaught import show_uncaught
@@ -45,9 +46,10 @@ def init_distributed(device: str | torch.device | None = None) -> torch.device:
 
     Args:
         device: The kind of device, such as "cuda" or "cpu". By default the accelerator of torch, such as "cuda", if each rank of this
-            machine can have one; otherwise "cpu".
+            machine can have one; otherwise "cpu". A further call for the same device, such as a notebook cell run again, only returns it.
 
-    Raises `InputError` in a process that no launcher has started, and if this machine has fewer devices of that kind than ranks.
+    Raises `InputError` in a process that no launcher has started, if this machine has fewer devices of that kind than ranks, and if the
+    ranks are already connected by other backends.
     """
     show_uncaught()
     missing = [name for name in _VARIABLES if name not in os.environ]
@@ -63,15 +65,30 @@ def init_distributed(device: str | torch.device | None = None) -> torch.device:
     chosen = _chosen(device, fault)
     if is_numbered(chosen):
         chosen = make_current(chosen.type, local_rank)
-        dist.init_process_group(f"cpu:gloo,{chosen.type}:{backend_of(chosen)}")
-    else:
-        dist.init_process_group("gloo")
+    backend = f"cpu:gloo,{chosen.type}:{backend_of(chosen)}" if is_numbered(chosen) else "gloo"
+    if dist.is_initialized():
+        _refuse_other_backends(chosen, str(BackendConfig(dist.Backend(backend))))
+        return chosen
+    dist.init_process_group(backend)
     if local_rank == 0:
         place = accelerators()[0]["name"] if is_numbered(chosen) else "the CPU"
         why = f": {fault}" if device is None and fault else ""
         report = warn_user if why and has_driver() else partial(print, file=sys.stderr)
         report(f"zerobubble: {counted(num_ranks, 'rank')} on {place}{why}")
     return chosen
+
+
+def _refuse_other_backends(device: torch.device, expected: str) -> None:
+    """Raises `InputError` if the ranks are connected by other backends than `expected`, those for this `device`."""
+    got = dist.get_backend_config()
+    if got != expected:
+        raise InputError(
+            "init_distributed connects ranks on {device} by {expected}, but they are already connected by {got}",
+            device=device.type,
+            expected=expected,
+            got=got,
+            remedy="call torch.distributed.destroy_process_group() on every rank before, or leave this call out",
+        )
 
 
 def _chosen(device: str | torch.device | None, fault: str) -> torch.device:
