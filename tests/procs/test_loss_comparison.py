@@ -49,6 +49,35 @@ def by_batch_size(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target, reduction="sum") / B
 
 
+def focal(output: Tensor, target: Tensor) -> Tensor:
+    """Sums over all samples, and divides by the number of those with class 1, or by 1 if there are none."""
+    positive = (target == 1).double()
+    p = output[:, 0].sigmoid()
+    return -((1 - p).log() * p.square() * (1 - positive) + p.log() * positive).sum() / positive.sum().clamp(min=1)
+
+
+def num_positive(target: Tensor) -> Tensor:
+    return (target == 1).sum()
+
+
+def over_positive(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over the samples with class 1, NaN without any."""
+    return nn.functional.cross_entropy(output, torch.where(target == 1, target, IGNORED))
+
+
+def over_positive_or_0(output: Tensor, target: Tensor) -> Tensor:
+    return over_positive(output, target).nan_to_num()
+
+
+def over_positive_places(output: Tensor, target: Tensor) -> Tensor:
+    return over_positive_or_0(output, target) * num_positive(target) / len(target)
+
+
+def with_positive(*counts: int) -> Tensor:
+    """Targets of which so many of each microbatch have class 1, and others class 0."""
+    return torch.cat([(torch.arange(B // M) < count).long() for count in counts])
+
+
 class Centered(nn.Module):
     """Has a buffer that follows the mean of the outputs, and a loss that is no mean."""
 
@@ -164,12 +193,15 @@ def data(seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, CLASSES, (B,), generator=draws)
 
 
-def heard(loss_fn: Any, *, form: str = "", steps: int = 8, is_cut: bool = False, **options: Any) -> list[str]:
-    """Runs some steps, also on microbatches that the user has cut, and returns the warnings of the loss."""
+def heard(
+    loss_fn: Any, *, form: str = "", steps: int = 8, is_cut: bool = False, targets: Tensor | None = None, **options: Any
+) -> list[str]:
+    """Runs some steps, also with the same `targets` and on microbatches that the user has cut, and returns the warnings of the loss."""
     with warnings.catch_warnings(record=True) as caught, zb.Pipeline([Net(form)], "gpipe", M, loss_fn, group=alone(), **options) as pipe:
         warnings.simplefilter("always")
         for seed in range(steps):
             x, target = data(seed)
+            target = target if targets is None else targets
             boxes = [list(part) for part in x[:, :CLASSES].split(B // M)]
             batch = (list(x.chunk(M)), list(target.chunk(M))) if is_cut else (x, boxes if loss_fn is of_boxes else target)
             pipe.step(*batch)
@@ -195,15 +227,52 @@ def test_losses_that_are_no_means_are_warned_of_once(world: Ranks) -> None:
     (found,) = world.run(warned_of, ranks=1)
     assert {name: len(texts) for name, texts in found.items()} == dict.fromkeys(NO_MEANS, 1)
     outputs, targets = Net()(data(0)[0]), data(0)[1]
-    first, second = (slice(n * B // M, (n + 1) * B // M) for n in range(2))
-    mean = sum(dice(outputs[part], targets[part]).item() for part in (first, second)) / 2
-    whole = dice(outputs[: second.stop], targets[: second.stop]).item()
+    first, last = slice(0, B // M), slice(B - B // M, B)
+    mean = sum(dice(outputs[part], targets[part]).item() for part in (first, last)) / 2
+    both = [*range(B)[first], *range(B)[last]]
+    whole = dice(outputs[both], targets[both]).item()
     states(found["dice"][0], f"{whole:.6g}", f"{mean:.6g}", "loss_weight", "num_microbatches")
 
 
 def test_means_and_what_cannot_be_compared_are_not_warned_of(world: Ranks) -> None:
     (found,) = world.run(not_warned_of, ranks=1)
     assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+def one_of(count: int, others: int) -> list[tuple[int, ...]]:
+    """Counts of which one is different, at each place."""
+    return [tuple(count if n == place else others for n in range(M)) for place in range(M)]
+
+
+def with_counts(group: Any) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Warnings of losses that divide by a count: of those that differ from the loss of the whole batch, and of those that do not."""
+    warned = {
+        "weight 0": heard(focal, steps=1, targets=with_positive(2, 1, 0, 1), loss_weight=num_positive),
+        "floor": heard(focal, targets=with_positive(2, 1, 0, 1), loss_weight=lambda target: num_positive(target).clamp(min=1)),
+        "places": heard(over_positive_places, steps=1, targets=with_positive(2, 1, 0, 1), loss_weight=num_positive),
+        "next to NaN": heard(over_positive, steps=2, targets=with_positive(2, 1, 0, 1), loss_weight=lambda target: (target == 1).any()),
+        "second half": heard(focal, steps=1, targets=with_positive(1, 1, 3, 3)),
+    }
+    warned |= {f"{counts}": heard(focal, targets=with_positive(*counts)) for counts in one_of(3, 1)}
+    warned |= {f"{counts} weighted": heard(focal, targets=with_positive(*counts), loss_weight=num_positive) for counts in one_of(0, 2)}
+    others = {
+        f"{counts} {loss_fn.__name__}": heard(loss_fn, targets=with_positive(*counts), loss_weight=num_positive)
+        for loss_fn in (over_positive, over_positive_or_0)
+        for counts in [*one_of(0, 2), (3, 0, 0, 1), (0, 0, 0, 1)]
+    }
+    others["always some"] = heard(focal, targets=with_positive(2, 1, 3, 1), loss_weight=num_positive)
+    return warned, others
+
+
+def test_a_count_with_a_floor_is_warned_of_wherever_it_is_0(world: Ranks) -> None:
+    ((warned, others),) = world.run(with_counts, ranks=1)
+    assert {name: len(texts) for name, texts in warned.items()} == dict.fromkeys(warned, 1)
+    assert {name: texts for name, texts in others.items() if texts} == {}
+    outputs, targets = Net()(data(0)[0]), with_positive(2, 1, 0, 1)
+    first, third = slice(0, B // M), slice(2 * B // M, 3 * B // M)
+    both = [*range(B)[first], *range(B)[third]]
+    whole, kept = focal(outputs[both], targets[both]).item(), focal(outputs[first], targets[first]).item()
+    states(warned["weight 0"][0], "0 and 2", f"{whole:.6g}", f"{kept:.6g}", "2 and 0", "scale='none'", "num_microbatches=1")
 
 
 def trained(compares: bool) -> list[Any]:
@@ -248,14 +317,15 @@ def test_comparing_leaves_nothing_behind(world: Ranks) -> None:
 def test_outputs_of_an_accelerator_are_kept_in_host_memory() -> None:
     with checked_device():
         comparison = LossComparison(ignoring, torch.device("cpu"), is_on=True)
-        comparison.begin(is_cut_by_user=False)
+        comparison.begin(dict.fromkeys(range(3), 1.0))
         comparison.before_loss()
-        for seed in range(2):
+        for seed in range(3):
             output, target = torch.zeros(B, CLASSES) + torch.arange(CLASSES) * seed, torch.arange(B) % (CLASSES - seed)
-            comparison.note(seed, output, target, ignoring(output, target), weight=1.0, size=B)
+            comparison.note(seed, output, target, ignoring(output, target), size=B)
             kept = weakref.ref(output.untyped_storage())
             del output
             assert kept() is None
+        assert [part.microbatch for part in comparison._parts] == [0, 2]
         with pytest.warns(zb.errors.LossWarning):
             comparison.finish()
 

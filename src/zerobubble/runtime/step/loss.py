@@ -161,6 +161,11 @@ class StepLosses:
             source: self._peers.expect_control(LossReport, LossReport.num_numbers(len(loss_ranks)), source) for source in sources
         }
 
+    def begin_comparison(self, *, is_cut_by_user: bool) -> None:
+        """Begins to compare losses in a training step that is open. Microbatches that the user has cut are not compared."""
+        ends_here = (microbatch for microbatch, rank in enumerate(self._loss_ranks) if rank == self._peers.rank)
+        self.comparison.begin({} if is_cut_by_user else {microbatch: self._weight_of(microbatch) for microbatch in ends_here})
+
     def finish(self, microbatch: int, output: Any) -> Tensor:
         """Returns the loss of one microbatch, from which backward starts with `gradient_of`; in evaluation without targets, the output.
 
@@ -218,8 +223,7 @@ class StepLosses:
             return self._refused(microbatch, output)
         loss = _scalar(loss)
         if is_first:
-            weight = self._weight_of(microbatch)
-            self.comparison.note(microbatch, output, target, loss, weight=weight, size=self._sizes[microbatch])
+            self.comparison.note(microbatch, output, target, loss, size=self._sizes[microbatch])
         added = losses_so_far()
         if added:
             loss = loss + sum(added.values())

@@ -1,9 +1,13 @@
 """Finds out whether `loss_fn` is a mean over samples, from what it returns for two microbatches together.
 
-The mean over microbatches that a step computes is the loss of the whole batch only then. In a few steps, the rank of the last stage keeps
-the outputs of two microbatches in host memory, and at the end calls `loss_fn` for both together, without gradients. If the result is not
-the mean of the two, it calls `loss_fn` for each alone as well, so that all results come from the same state, and warns if they still
-differ.
+The weighted mean over microbatches that a step computes is the loss of the whole batch only then. In a few steps, the rank of the last
+stage keeps the outputs of two microbatches in host memory, and at the end calls `loss_fn` for both together, without gradients. If the
+result is not the mean of the two, it calls `loss_fn` for each alone as well, so that all results come from the same state, and warns if
+they still differ.
+
+One of the two is the microbatch of the largest weight. The other has the smallest weight in the first of these steps, and different weights
+in the next, so up to five microbatches are all compared. A microbatch of weight 0 is compared like others: its loss is NaN if it is a mean
+over no token, and then nothing is compared.
 
 The user's run does not notice these calls: random and Python state, parameters and buffers of the loss are put back. Nothing is compared if
 a call draws random numbers, communicates or changes what cannot be put back, if outputs or targets cannot be joined, and if the user has
@@ -37,8 +41,8 @@ from zerobubble.runtime.values.python_state import PythonState, Snapshot, change
 from zerobubble.runtime.values.random_state import RandomStates, states_restored
 from zerobubble.runtime.values.stateful import tensors_inside
 
-_STEPS = (1, 2, 4, 8)
-"""The steps that are compared."""
+_STEPS = {1: 0.0, 2: 1.0, 4: 1 / 3, 8: 2 / 3}
+"""The steps that are compared. A number says which microbatch is the second, from the smallest weight (0) to the second largest (1)."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that rounding explains, by dtype; `_MOST_ROUNDING` for others and under autocast."""
 _MOST_ROUNDING = 1e-2
@@ -73,42 +77,45 @@ class LossComparison:
         self._loss_fn = loss_fn
         self._device = device
         self._num_steps = 0
-        self._is_open = False
+        self._weights: Mapping[int, float] = {}
+        self._chosen: tuple[int, ...] = ()
         self._parts: list[_Part] = []
         self._before: Snapshot | None = None
         self._stage: Stage | None = None
         self._inputs: Tensors = ()
         self._labels = LabelComparison(self._loss_of_stage, self._stage_alone)
 
-    def begin(self, *, is_cut_by_user: bool) -> None:
-        """Begins a training step, with microbatches that may be the user's own."""
+    def begin(self, weights: Mapping[int, float]) -> None:
+        """Begins a training step with the weights of the microbatches that can be compared."""
         self.clear()
         self._num_steps += 1
-        self._is_open = self.is_on and self._num_steps in _STEPS and not is_cut_by_user
+        if self.is_on and self._num_steps in _STEPS:
+            self._weights, self._chosen = weights, _chosen(weights, _STEPS[self._num_steps])
 
     def arrive(self, stage: Stage, inputs: Tensors) -> None:
         """Notes what arrives at the last stage for the microbatch whose loss comes next."""
-        if self._is_open and stage.shards is None:
+        if self._chosen and stage.shards is None:
             self._stage, self._inputs = stage, inputs
 
     def before_loss(self) -> None:
         """Notes the state before a loss is computed, if it is the first one of the step."""
-        if self._is_open and self._before is None:
+        if self._chosen and self._before is None:
             self._before = PythonState(self._loss_fn).snapshot()
 
-    def note(self, microbatch: int, output: Any, target: Any, loss: Tensor, *, weight: float, size: int) -> None:
+    def note(self, microbatch: int, output: Any, target: Any, loss: Tensor, *, size: int) -> None:
         """Notes what `loss_fn` has returned for a microbatch."""
-        if not self._is_open or not weight:
+        if not self._chosen:
             return
-        if len(self._parts) < 2:
+        weight = self._weights[microbatch]
+        if microbatch in self._chosen:
             kept = _mapped(output, lambda tensor: in_host_memory(tensor.detach()))
             self._parts.append(_Part(microbatch, kept, _mapped(target, Tensor.detach), loss.detach(), weight, size))
-        if self._stage is not None:
+        if weight and self._stage is not None:
             self._labels.note(microbatch, self._inputs, target, weight=weight, size=size)
 
     def clear(self) -> None:
         """Drops what is noted."""
-        self._is_open, self._before = False, None
+        self._weights, self._chosen, self._before = {}, (), None
         self._parts.clear()
         self._labels.clear()
         self._stage, self._inputs = None, ()
@@ -127,7 +134,7 @@ class LossComparison:
         with suppress(Exception):  # a loss may raise anything when it is called once more
             parts = [part._replace(output=_mapped(part.output, lambda tensor: tensor.to(self._device))) for part in self._parts]
             found = _Calls(self._loss_fn, self._device, self._before).compare(parts)
-            return "" if found is None else _text(*found, [part.microbatch for part in self._parts])
+            return "" if found is None else _text(*found, self._parts)
         return ""
 
     def _fault_in_labels(self) -> str:
@@ -225,6 +232,18 @@ def _drawing_nothing(device: torch.device) -> Iterator[None]:
         before.set(RandomStates.now(device))
 
 
+def _chosen(weights: Mapping[int, float], share: float) -> tuple[int, ...]:
+    """Returns the microbatch of the largest weight and a second one, at this `share` of the others in the order of weights.
+
+    Of equal weights, the first microbatch is the largest, and the last one is the smallest. Returns none if there is only one microbatch,
+    and if all weigh nothing.
+    """
+    order = sorted(weights, key=lambda microbatch: (weights[microbatch], -microbatch))
+    if len(order) < 2 or not weights[order[-1]]:
+        return ()
+    return order[-1], order[round(share * (len(order) - 2))]
+
+
 def _is_lost(place: Place) -> bool:
     """Returns whether a place that a loss changes cannot be put back, or is a random generator."""
     is_uncopied = isinstance(place, Elements) and place.read()[1] is None
@@ -316,14 +335,16 @@ def _along_batch(one: Tensor, other: Tensor, sizes: tuple[int, int], *, by_views
 _MEANT = "If the accumulation is meant, ignore zb.errors.LossWarning (docs/losses.md)"
 
 
-def _text(whole: float, mean: float, microbatches: Sequence[int]) -> str:
-    first, second = microbatches
+def _text(whole: float, mean: float, parts: Sequence[_Part]) -> str:
+    first, second = parts
     return (
-        f"loss_fn is not a mean over samples: it returns {whole:.6g} for microbatches {first} and {second} together, and {mean:.6g} is the "
-        "mean of what it returns for each. So this pipeline trains as one device that accumulates gradients over the microbatches, not as "
-        "one that takes the whole batch. If samples or targets are weighted or ignored, give the weights of a microbatch as loss_weight=, "
-        "such as lambda target: (target != -100).sum(). A sum needs scale='none'. A loss over the whole batch, such as one that compares "
-        f"samples, needs num_microbatches=1. {_MEANT}"
+        f"loss_fn is not a mean over samples with these weights: it returns {whole:.6g} for microbatches {first.microbatch} and "
+        f"{second.microbatch} together, and {mean:.6g} is the mean of what it returns for each, with weights {first.weight:g} and "
+        f"{second.weight:g}. So this pipeline trains as one device that accumulates gradients over the microbatches, not as one that takes "
+        "the whole batch. If samples or targets are weighted or ignored, give the weights of a microbatch as loss_weight=, such as lambda "
+        "target: (target != -100).sum(). A sum needs scale='none'. A loss over the whole batch, such as one that compares samples, needs "
+        "num_microbatches=1. A sum over count.clamp(min=1) needs scale='none' and the count of the whole batch, or num_microbatches=1. "
+        f"{_MEANT}"
     )
 
 

@@ -283,7 +283,7 @@ class StepRunner:
             later_records=executor.later_records,
         )
         self.step_hooks.begin(step, compiled.stages)
-        self._losses.comparison.begin(is_cut_by_user=isinstance(given.inputs, list) or isinstance(given.targets, list))
+        self._losses.begin_comparison(is_cut_by_user=isinstance(given.inputs, list) or isinstance(given.targets, list))
         with step.contexts:
             forwards_stand = self.step_hooks.forwards_stand if step.rollback_checks else None
             if self._captured is not None and self._captured.is_ready:
