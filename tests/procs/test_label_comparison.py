@@ -80,16 +80,20 @@ class Model(nn.Module):
         return FORMS[self.form](logits, logits.mean() if self.loss is None else self.loss(logits, labels))
 
 
-def batch(seed: int, *, ignores: bool = True) -> tuple[Tensor, Tensor]:
+def batch(seed: int, *, ignores: bool = True, prompts: bool = False) -> tuple[Tensor, Tensor]:
+    """With `prompts`, the first half of the samples ignores the first label."""
     draws = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, WORDS, (B, T), generator=draws)
     length = torch.randint(2, T + 1, (B, 1), generator=draws)
-    return ids, torch.where(torch.arange(T) < length, ids.roll(1, 0), IGNORED) if ignores else ids
+    labels = torch.where(torch.arange(T) < length, ids.roll(1, 0), IGNORED) if ignores else ids.clone()
+    if prompts:
+        labels[: B // 2, 0] = IGNORED
+    return ids, labels
 
 
 def heard(group: Any, loss: Any, form: str, *, loss_fn: Any = None, steps: int = 4, **options: Any) -> tuple[list[str], list[Any]]:
     """The warnings of the loss in some steps, and what these leave behind."""
-    given = {"ignores": options.pop("ignores", True)}
+    given = {"ignores": options.pop("ignores", True), "prompts": options.pop("prompts", False)}
     model = Model(loss, form)
     left: list[Any] = []
     with (
@@ -119,7 +123,9 @@ def cases(group: Any) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     warned["outside"] = heard(group, None, "object", loss_fn=outside)[0]
     others = {name: heard(group, loss, "tuple")[0] for name, loss in OTHERS.items()}
     others["weighted"] = heard(group, mean_over_labels, "tuple", loss_weight=num_labels)[0]
-    others["shifted and weighted"] = heard(group, shifted, "tuple", loss_weight=lambda labels: num_labels(labels[:, 1:]))[0]
+    weighted = {"loss_weight": lambda labels: num_labels(labels[:, 1:])}
+    others["shifted and weighted"] = heard(group, shifted, "tuple", **weighted)[0]
+    others["shifted and weighted, with prompts"] = heard(group, shifted, "tuple", prompts=True, **weighted)[0]
     others["none ignored"] = heard(group, mean_over_labels, "tuple", ignores=False)[0]
     others["summed"] = heard(group, mean_over_labels, "tuple", scale="none")[0]
     return warned, others

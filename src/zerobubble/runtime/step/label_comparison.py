@@ -102,14 +102,20 @@ class LabelComparison:
         ignored = min(int(labels.tensors[place].min()) if labels.tensors[place].numel() else 0 for labels in self._labels)
         if ignored >= 0 or any(bool((labels.tensors[place] < 0).ne(labels.tensors[place] == ignored).any()) for labels in self._labels):
             return
-        for are_shifted in (False, True):
-            first, *others = [(each, len(_counted(each.tensors[place], ignored, are_shifted=are_shifted))) for each in self._labels]
-            for other in others:
-                (one, ours), (two, theirs) = first, other
-                if abs(ours * two.weight - theirs * one.weight) > 1e-6 * (ours * two.weight + theirs * one.weight):
-                    microbatches, weights = (one.microbatch, two.microbatch), (one.weight, two.weight)
-                    yield place, IgnoredLabels(ignored, are_shifted, microbatches, (ours, theirs), weights)
-                    break
+        found = [self._unequal_counts(place, ignored, are_shifted=are_shifted) for are_shifted in (False, True)]
+        first = self._labels[0].tensors[place]
+        if None in found and bool((first[..., 0] == ignored).all()):  # the first microbatch does not show whether the first label counts
+            return
+        yield from ((place, counts) for counts in found if counts is not None)
+
+    def _unequal_counts(self, place: int, ignored: int, *, are_shifted: bool) -> IgnoredLabels | None:
+        """Returns the counts of labels in two microbatches whose weights do not fit them; None if all weights fit."""
+        (one, ours), *others = [(each, len(_counted(each.tensors[place], ignored, are_shifted=are_shifted))) for each in self._labels]
+        for two, theirs in others:
+            if abs(ours * two.weight - theirs * one.weight) > 1e-6 * (ours * two.weight + theirs * one.weight):
+                microbatches, weights = (one.microbatch, two.microbatch), (one.weight, two.weight)
+                return IgnoredLabels(ignored, are_shifted, microbatches, (ours, theirs), weights)
+        return None
 
     def _is_mean_over(self, labels: Tensor, found: IgnoredLabels) -> bool:
         """Returns whether the loss of the first microbatch is the mean over its counted `labels`."""
