@@ -19,7 +19,7 @@ from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
 SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "experts", "flags of one rank")
-SHORT += ("a stream", "choices", "logits in place")
+SHORT += ("a stream", "choices", "logits in place", "pairs in one call")
 REPLICATED = ("mean", "plain", "local counts", "logged", "a stream")
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ def balanced_model() -> nn.Module:
 
 def classifier() -> nn.Module:
     return LlamaForSequenceClassification(LlamaConfig(vocab_size=64, num_labels=3, pad_token_id=0, **SIZES)).double()
+
+
+def scoring_model() -> nn.Module:
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=64, num_labels=1, pad_token_id=0, **SIZES)).double()
 
 
 def masked_model() -> nn.Module:
@@ -433,6 +438,15 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
         def parted(self, logits: Any) -> Any:
             return logits.chunk(2)
 
+    class Ranked(base):
+        """TRL's RewardTrainer before 1.0: chosen and rejected texts in one call of the model."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            ids, margins = inputs["input_ids"], inputs["labels"]
+            chosen, rejected = model(input_ids=torch.cat([ids, ids.flip(1)])).logits.squeeze(-1).chunk(2)
+            loss = -functional.logsigmoid(chosen - rejected - margins).mean()
+            return (loss, {"chosen": chosen, "rejected": rejected}) if return_outputs else loss
+
     class ViewsOfEach(Views):
         """Both views of a sample, then those of the next one."""
 
@@ -546,6 +560,7 @@ CASES: dict[str, dict[str, Any]] = {
     "logits in place": {"kind": "Cooled"},
     "two views": {"kind": "Views", "model": classifier, "data": of_class},
     "two views of each sample": {"kind": "ViewsOfEach", "model": classifier, "data": of_class},
+    "pairs in one call": {"kind": "Ranked", "model": scoring_model, "data": of_class, "microbatches": 8},
     "contrastive, one microbatch": {"kind": "Contrastive", "data": full_tokens, "microbatches": 1},
     "generated": {"kind": "Generated", "model": sequence_model, "settings": {"predict_with_generate": True, "generation_max_length": 8}},
 }
@@ -658,6 +673,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[*CASES])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", "eval_step", UserWarning)  # users of Trainer do not call it
     rank = int(os.environ.get("RANK", 0))
     for name in options.cases:
         trainer = trainer_of(options.folder / name, (CASES | REFUSED | DRAWN | RAISING)[name], options.replicas)

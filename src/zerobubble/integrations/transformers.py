@@ -159,6 +159,7 @@ class PipelineMixin(_Trainer):
             for stage in self._pipe.modules.values():
                 setattr(stage, TAKES_SUMS, True)  # `TrainerLoss` weights them
             self._pipe._steps.stop_comparing_losses()  # `TrainerLoss` does
+            self._pipe._steps.samples_come_first = True
             self._pipe._steps.cut_model.pipe = "trainer.pipeline"
             self._pipe._steps.cut_model.remedy = "call trainer.save_model on all ranks, or "
             self._cut_model = self.model

@@ -324,7 +324,8 @@ class Pipeline(RefusesModuleCalls):
         if outputs is None:
             explain_none("outputs", f"eval_step returns None for the outputs on rank {self.rank}: the rank of the last stage has them")
             return loss, None
-        return loss, join_outputs(outputs, sizes, (self._options.batch_dims or {}).get(OUTPUTS) or 0)
+        dim = (self._options.batch_dims or {}).get(OUTPUTS) or 0
+        return loss, join_outputs(outputs, sizes, dim, takes_first=self._steps.samples_come_first)
 
     @property
     def schedule(self) -> Schedule:
