@@ -19,7 +19,7 @@ from zerobubble.integrations.trainer_options import wrong_options
 
 PROGRAM = Path(__file__).with_name("train_with_own_data.py")
 SHORT = ("closure", "own generators", "workers", "batch_rebalance", "tokens", "dropped batches")
-SHORT += ("segmentation", "labels of -1", "no training")
+SHORT += ("segmentation", "labels of -1", "labels of other names", "no training")
 NUMBERS = {"loss", "grad_norm", "eval_loss", "test_loss"}
 FLOAT32 = 1e-6
 """The largest relative difference of losses, which Trainer adds up in float32."""

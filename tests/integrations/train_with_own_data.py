@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 from transformers import (
     BertConfig,
@@ -27,6 +28,8 @@ from transformers import (
     BertForMultipleChoice,
     BertForSequenceClassification,
     BertForTokenClassification,
+    BertModel,
+    BertPreTrainedModel,
     SegformerConfig,
     SegformerForSemanticSegmentation,
     Trainer,
@@ -34,6 +37,7 @@ from transformers import (
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
+from transformers.utils import ModelOutput
 
 STEPS, BATCH = 4, 8
 BERT = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -90,6 +94,30 @@ def hearing_model() -> nn.Module:
     return Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **convolutions, **positions, **dropout, ctc_zero_infinity=True)).double()
 
 
+class Intents(BertPreTrainedModel):
+    """A model with a class for each text and for each token, and trained weights of both losses."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.intent, self.slot = nn.Linear(16, 3), nn.Linear(16, 4)
+        self.scales = nn.Parameter(torch.tensor([0.5, -0.5]))
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, intents: Any = None, slots: Any = None) -> ModelOutput:
+        hidden = self.bert(input_ids).last_hidden_state
+        of_text, of_tokens = self.intent(hidden[:, 0]), self.slot(hidden)
+        if intents is None:
+            return ModelOutput(intents=of_text, slots=of_tokens)
+        losses = functional.cross_entropy(of_text, intents), functional.cross_entropy(of_tokens.flatten(0, 1), slots.flatten())
+        loss = sum((-scale).exp() * loss + scale for loss, scale in zip(losses, self.scales.unbind(), strict=True))
+        return ModelOutput(loss=loss, intents=of_text, slots=of_tokens)
+
+
+def intending_model() -> nn.Module:
+    return Intents(BertConfig(**BERT)).double()
+
+
 def tokens(index: int) -> dict[str, Any]:
     ids = torch.randint(1, 60, (12,), generator=torch.Generator().manual_seed(index))
     return {"input_ids": ids, "labels": ids.clone()}
@@ -97,6 +125,11 @@ def tokens(index: int) -> dict[str, Any]:
 
 def of_class(index: int) -> dict[str, Any]:
     return {"input_ids": tokens(index)["input_ids"], "labels": index * 7 % 3}
+
+
+def with_intent(index: int) -> dict[str, Any]:
+    ids = tokens(index)["input_ids"]
+    return {"input_ids": ids, "intents": index * 7 % 3, "slots": ids % 4}
 
 
 def choices(index: int) -> dict[str, Any]:
@@ -309,6 +342,12 @@ CASES: dict[str, dict[str, Any]] = {
     "labels of -1": {"model": tagging_model, "data": of(tagged), "evaluated": tagged, "arguments": {"compute_loss_func": ignoring_loss}},
     "several tags": {"model": tags_model, "data": of(with_tags), "evaluated": with_tags},
     "speech": {"model": hearing_model, "data": of(sound), "evaluated": sound},
+    "labels of other names": {
+        "model": intending_model,
+        "data": of(with_intent),
+        "evaluated": with_intent,
+        "settings": {"label_names": ["intents", "slots"]},
+    },
     "given example": {
         "data": lambda: Stream(generated()),
         "options": {"example": {"input_ids": torch.ones(2, 12, dtype=torch.long)}},
@@ -323,6 +362,12 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "generator": {"data": lambda: Stream(generated())},
     "choices in order": {"model": choosing_model, "data": lambda: Sequence(of(choices)()), "evaluated": choices},
+    "labels of other names, in order": {
+        "model": intending_model,
+        "data": lambda: Sequence(of(with_intent)()),
+        "evaluated": with_intent,
+        "settings": {"label_names": ["intents", "slots"]},
+    },
     "cycle": {"data": lambda: Stream(itertools.cycle([tokens(index) for index in range(80)]))},
 }
 """What is refused on all ranks."""
@@ -372,7 +417,7 @@ def play(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
         fields = getattr(error, "fields", {})
         return {"error": type(error).__name__, "fields": {name: str(value) for name, value in fields.items()}, "text": str(error)}
     rows = [{key: value for key, value in row.items() if isinstance(value, (int, float))} for row in trainer.state.log_history]
-    shapes = [list(np.shape(values)) for values in (predicted.predictions, predicted.label_ids) if values is not None]
+    shapes = [list(values.shape) for values in pytree.tree_leaves((predicted.predictions, predicted.label_ids)) if values is not None]
     return {"rows": rows, "metrics": predicted.metrics, "shapes": shapes, "counts": [trainer.state.num_input_tokens_seen, emptied]}
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
-
 from zerobubble.errors import InputError
 from zerobubble.integrations.trainer_loss import TrainerLoss
-from zerobubble.models.observation.example import own_example
 from zerobubble.runtime.values.python_state import PythonState, put_back
 from zerobubble.runtime.values.random_state import states_restored
 
@@ -23,9 +20,9 @@ MOST_ENTRIES = 64
 def example_of(trainer: Any, computed: TrainerLoss) -> Any:
     """Returns the arguments with which `compute_loss` calls the model for the first samples of the data.
 
-    Returns None for a model of Transformers that has an example with as many dimensions, such as no choices between texts, and for a
-    trainer without data that can be read twice. Random generators, counters and other state of the data are what they were.
-    Raises `InputError` for data whose state cannot be put back.
+    A model of Transformers has an example of its own, but without the labels and further arguments of the data, on which parameters may
+    depend. Returns None for a trainer without data that can be read twice. Random generators, counters and other state of the data are what
+    they were. Raises `InputError` for data whose state cannot be put back.
     """
     dataset = trainer.eval_dataset if trainer.train_dataset is None else trainer.train_dataset
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -35,7 +32,7 @@ def example_of(trainer: Any, computed: TrainerLoss) -> Any:
     with states_restored(None, trainer.args.device), _unchanged(dataset, trainer.data_collator):
         collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
         inputs = trainer._prepare_inputs(collate([dataset[index % len(dataset)] for index in range(SAMPLES)]))
-        return None if _is_like(own_example(trainer.model), inputs, trainer.model) else computed.arguments_of(inputs)
+        return computed.arguments_of(inputs)
 
 
 @contextmanager
@@ -61,18 +58,13 @@ def remedies_of_trainer() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        remedy = str(error.fields.get("remedy", ""))
-        instead = re.sub(r"zb\.split\(model, (\w+)=\.\.\.\)", r'pipeline_options={"\1": ...}', remedy)
-        if instead == remedy:
+        text, fields = str(error), dict(error.fields)
+        if remedy := str(fields.get("remedy", "")):
+            text, fields["remedy"] = text.removesuffix(f": {remedy}"), _of_trainer(remedy)
+        if (_of_trainer(text), fields.get("remedy", "")) == (text, remedy):
             raise
-        reason = str(error).removesuffix(f": {remedy}")
-        raise InputError("{reason}", **error.fields | {"reason": reason, "remedy": instead}) from error
+        raise InputError("{reason}", **fields | {"reason": _of_trainer(text)}) from error
 
 
-def _is_like(example: Any, inputs: Any, model: nn.Module) -> bool:
-    """Returns whether the main input of a model of Transformers has as many dimensions in an example of its own as in `inputs`."""
-    main = getattr(model, "main_input_name", "input_ids")
-    if example is None or main not in example:
-        return False
-    given = inputs.get(main) if isinstance(inputs, Mapping) else None
-    return not isinstance(given, Tensor) or given.dim() == example[main].dim()
+def _of_trainer(text: str) -> str:
+    return re.sub(r"zb\.split\(model, (\w+)=\.\.\.\)", r'pipeline_options={"\1": ...}', text)

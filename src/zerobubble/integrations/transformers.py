@@ -263,6 +263,7 @@ class PipelineMixin(_Trainer):
 
     # A step
 
+    @remedies_of_trainer()
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of one batch in the pipeline. Returns its loss on every rank."""
         model.train()
@@ -329,6 +330,7 @@ class PipelineMixin(_Trainer):
 
     # Evaluation
 
+    @remedies_of_trainer()
     def prediction_step(
         self,
         model: nn.Module,
@@ -373,6 +375,7 @@ class PipelineMixin(_Trainer):
     def _generates(self) -> bool:
         return isinstance(self, transformers.Seq2SeqTrainer) and self.args.predict_with_generate
 
+    @remedies_of_trainer()
     def _output_of_batch(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
         """Returns the output of the model on every rank, for a method of a subclass that calls it."""
         name = type(self).__name__
