@@ -20,6 +20,7 @@ from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
 from zerobubble import InputError, PipelineError
 from zerobubble.integrations.lightning import PipelineStrategy as StrategyOfTrainer
+from zerobubble.integrations.lightning.argument_dims import call_arguments
 from zerobubble.integrations.lightning.fabric import PipelineStrategy
 from zerobubble.integrations.lightning.microbatch_losses import MicrobatchLosses
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
@@ -251,6 +252,58 @@ def test_arguments_that_the_network_mixes_need_batch_dims(batch_dims: dict[str, 
             assert float(loss) == pytest.approx(float(nn.functional.cross_entropy(expected, y)), rel=1e-9)
     finally:
         one.strategy.teardown()
+
+
+class Scaled(nn.Module):
+    """Takes arguments by position and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(
+        self, x: torch.Tensor, other: torch.Tensor | None = None, scale: float = 1.0, *, shift: float = 0.0, **more: float
+    ) -> torch.Tensor:
+        x = self.layer(x).tanh() if other is None else self.layer(x).tanh() + self.layer(other)
+        return self.head(x) * scale + shift + more.get("again", 0.0)
+
+
+class Starred(Scaled):
+    def forward(self, x: torch.Tensor, /, *others: torch.Tensor, scale: float = 1.0) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, *others, scale=scale)
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["by name", "by position"])
+def test_arguments_of_both_forms_evaluate_as_on_one_device(is_named: bool) -> None:
+    one = fabric(PipelineStrategy("1f1b", 2, nn.functional.cross_entropy), devices=1)
+    one.launch()
+    module = Scaled().double()
+    model, _ = one.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x, y = batch()
+    other = x.flip(0)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x,), {"other": other}),
+        ((x, other), {"scale": 2.0}),
+        ((x,), {"scale": 3.0, "other": other}),
+        ((x, None), {"scale": 2.0}),
+        ((x, other, 0.5), {"shift": 1.0, "again": 2.0}),
+    ]
+    try:
+        one.strategy.step({"x": x, "other": other} if is_named else (x, other), y)
+        with torch.no_grad():
+            for args, kwargs in calls:
+                torch.testing.assert_close(model(*args, **kwargs), module(*args, **kwargs), rtol=1e-9, atol=1e-9)
+            with raises(InputError, call="Scaled"):
+                model(x, other, other=other)
+    finally:
+        one.strategy.teardown()
+
+
+def test_arguments_without_names_stay_by_position() -> None:
+    x = torch.ones(2)
+    assert call_arguments(Starred(), (x, x), {}) == (x, x)
+    with raises(InputError, got="scale", unnamed="x, others"):
+        call_arguments(Starred(), (x, x), {"scale": 2.0})
 
 
 @pytest.mark.refuses("losses that are no means only in a short last batch")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import zerobubble as zb
+from zerobubble.arguments import bound
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import Dims, cut, num_samples
 from zerobubble.integrations.lightning.comparison import tolerance_of
@@ -77,6 +79,32 @@ class Call:
 
     def _in_form(self, named: Mapping[str, Any]) -> Any:
         return named if isinstance(self.arguments, Mapping) else tuple(named.values())
+
+
+def call_arguments(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | dict[str, Any]:
+    """Returns the arguments of a call of `network` in a form that a pipeline takes: a tuple, or a dict if any has a name.
+
+    Raises `InputError` if the network cannot be called so, or takes some only by position and others only by name.
+    """
+    if not (args and kwargs):
+        return kwargs or args
+    signature = inspect.signature(MethodType(type(network).forward, network))
+    call = inspect.BoundArguments(signature, bound(type(network).__name__, signature, args, kwargs))
+    kinds = {name: signature.parameters[name].kind for name in call.arguments}
+    unnamed = [name for name, kind in kinds.items() if kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)]
+    if unnamed and call.kwargs:
+        raise InputError(
+            "{module} is called with {got} by name, and its forward takes {unnamed} by position only",
+            module=type(network).__name__,
+            got=", ".join(call.kwargs),
+            unnamed=", ".join(unnamed),
+            remedy=f"let forward take {', '.join(unnamed)} by name, and pass all arguments by name",
+        )
+    if unnamed:
+        return call.args
+    further = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
+    named = {name: value for name, value in call.arguments.items() if name not in further}
+    return named | {key: value for name in further for key, value in call.arguments[name].items()}
 
 
 class ArgumentDims:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples, refuse_different_batches
-from zerobubble.integrations.lightning.argument_dims import ArgumentDims, Call, with_batch_dims
+from zerobubble.integrations.lightning.argument_dims import ArgumentDims, Call, call_arguments, with_batch_dims
 from zerobubble.integrations.lightning.comparison import Fault
 from zerobubble.integrations.lightning.microbatch_losses import MicrobatchLosses
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
@@ -156,9 +156,8 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
                 "a call of the module has no backward pass in a pipeline: train with fabric.strategy.step(inputs, targets), and evaluate "
                 "inside torch.no_grad()"
             )
-        if args and kwargs:
-            raise InputError("the module is called with {got}: give all by position, or all by name", got="arguments of both forms")
-        inputs = kwargs or args
+        assert self._module is not None
+        inputs = call_arguments(self._module, args, kwargs)
         with torch.inference_mode(False), torch.no_grad():
             pipe = self._pipeline(inputs)
             return self._dims.evaluate(pipe, self._evaluated, self._call(inputs), self._settings.num_microbatches)

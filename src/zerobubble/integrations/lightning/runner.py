@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 import zerobubble as zb
 from zerobubble.errors import InputError, near
 from zerobubble.integrations.batches import Dims, cut, num_samples, refuse_different_batches, with_new_containers
-from zerobubble.integrations.lightning.argument_dims import ArgumentDims, Call
+from zerobubble.integrations.lightning.argument_dims import ArgumentDims, Call, call_arguments
 from zerobubble.integrations.lightning.captured_inputs import CapturedInputs
 from zerobubble.integrations.lightning.comparison import Fault, are_near_inputs
 from zerobubble.integrations.lightning.draws import Draw, Drawing
@@ -111,7 +111,6 @@ class StepRunner:
         self._seed = seed
         self._ranks_where = ranks_where
         self._network: nn.Module | None = None
-        self._signature: inspect.Signature | None = None
         self._parameters: list[nn.Parameter] = []
         self._whole = WholeBatch(module, device, {}, NetworkNumbers(self._from_last_stage))
         self._evaluated = WholeOutputs(self._from_last_stage)
@@ -595,18 +594,8 @@ class StepRunner:
 
     def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Returns arguments in the form of `Pipeline.step`: a tuple, or a dict if any has a name."""
-        if not kwargs:
-            return args
-        if not args:
-            return {name: value for name, value in kwargs.items() if value is not None}
-        if self._signature is None:
-            with own_forward(self.network):
-                self._signature = inspect.signature(self.network.forward)
-        found = dict(self._signature.bind(*args, **kwargs).arguments)
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                found.update(found.pop(name, {}))
-        return {name: value for name, value in found.items() if value is not None}
+        arguments = call_arguments(self.network, args, kwargs)
+        return {name: value for name, value in arguments.items() if value is not None} if isinstance(arguments, dict) else arguments
 
     # Evaluation
 
