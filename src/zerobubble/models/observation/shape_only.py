@@ -31,7 +31,6 @@ from zerobubble.models.observation.handed_mappings import Opened, mappings_in, t
 from zerobubble.models.observation.recording import recording_separately, recording_state
 from zerobubble.models.observation.seen_tensors import observing_a_unit, show_on_device_of
 from zerobubble.models.observation.source_tracker import is_mark, storage_of
-from zerobubble.models.observation.unit_hooks import UnitHooks
 from zerobubble.runtime.device import of_kind
 from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.split.weight_flops import FlopCounter
@@ -39,7 +38,6 @@ from zerobubble.runtime.stage.slices import only_shapes
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
 from zerobubble.runtime.values.python_objects import is_of_library
-from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.random_state import forked
 from zerobubble.runtime.values.stateful import state_of, tensors_inside
 
@@ -73,7 +71,6 @@ class ShapeOnlyUnit:
         self.name = name
         self.original = unit
         self.unit = copy_of(unit, memo)
-        self._hooks = UnitHooks(self.unit)
         self._at_first = dict(unit.__dict__)
         self._contents: dict[str, list[Any]] = {}
         self._read: dict[str, Any] = {}
@@ -124,21 +121,10 @@ class ShapeOnlyUnit:
             found = self._shared.find(self.name, key) if is_shared else None
             if found is None:
                 _set_mode(self.unit, training)
-                outside = PythonState(self.original)  # what the code of the unit may change outside of its copy
-                with outside.restored(), _disable_current_modes(), torch.no_grad(), observing_a_unit(), _named_in_errors(self.name):
-                    found, read = self._shared.run(self.unit, lambda: self._without_looking_hooks(key, given))
+                with _disable_current_modes(), torch.no_grad(), observing_a_unit(), _named_in_errors(self.name):
+                    found, read = self._shared.run(self.unit, lambda: self._find_out(key, given))
                 if is_shared and key not in self._by_numbers:
                     self._shared.keep(self.name, key, found, read)
-        return found
-
-    def _without_looking_hooks(self, key: tuple[Any, ...], given: Opened) -> Seen:
-        """Observes the unit, again if it turns out that some of its hooks only look. Later observations do not run these."""
-        before = _attributes_in(self.unit)
-        found = self._find_out(key, given)
-        if self._hooks.drop_looking():  # what such a hook reads is no reason to run the unit on values
-            _put_back(self.unit, before)
-            self._by_numbers.discard(key)
-            found = self._find_out(key, given)
         return found
 
     def _find_out(self, key: tuple[Any, ...], given: Opened) -> Seen:
