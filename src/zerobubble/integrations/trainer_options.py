@@ -33,13 +33,16 @@ def wrong_options(args: Any, model: nn.Module, mesh: DeviceMesh | None) -> list[
     found += [f"{name}={given!r}: {remedy}" for name, (given, remedy) in wrong.items() if given]
     if args.n_gpu > 1:
         found.append(f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun")
-    replicas = math.prod(mesh[name].size() for name in mesh.mesh_dim_names or () if name in ALIKE) if mesh is not None else 1
-    if replicas > 1 and not args.accelerator_config.even_batches:
-        found.append("even_batches=False: leave it out; all replicas train and evaluate equally many batches")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         found.append(f"a model with a device_map of {len(devices)} devices: load it on one, or without a device_map")
-    names = mesh.mesh_dim_names or () if mesh is not None else ()
-    if mesh is not None and (unknown := [name for name in names if name not in ("pp", *ALIKE)]):
+    return found if mesh is None else found + _wrong_with_mesh(args, mesh)
+
+
+def _wrong_with_mesh(args: Any, mesh: DeviceMesh) -> list[str]:
+    found, names = [], mesh.mesh_dim_names or ()
+    if not args.accelerator_config.even_batches and math.prod(mesh[name].size() for name in names if name in ALIKE) > 1:
+        found.append("even_batches=False: leave it out; all replicas train and evaluate equally many batches")
+    if unknown := [name for name in names if name not in ("pp", *ALIKE)]:
         found.append(f"a mesh along {', '.join(unknown)}: Trainer's models are only replicated, along {', '.join(sorted(ALIKE))}")
     return found

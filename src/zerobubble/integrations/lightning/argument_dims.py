@@ -152,26 +152,33 @@ class ArgumentDims:
 
     def _of(self, pipe: zb.Pipeline, call: Call, samples: int | None, *, again: bool = False) -> Found | None:
         """Returns the batch dimensions, or None if the network does not show them. `samples` is None if it is not known."""
-        keys = {name: _key(name, value) for name, value in call.named.items()}
-        given = {name: dim for name, dim in self._given.items() if name in keys}
-        known = {} if again else {name: self._known[key] for name, key in keys.items() if key in self._known}
-        if len(_sizes(call, known, known | given)) > 1:
-            known = {}
-        dims = known | given
+        dims = self._declared(call, again=again)
         sizes = _sizes(call, dims, dims)
         samples = min(sizes) if samples is None and len(sizes) == 1 else samples
         names = self._open(call, dims)
         if samples is not None:
-            dims |= {name: None for name in names if samples not in _sizes(call, [name], {})}
+            dims |= dict.fromkeys(_of_other_sizes(call, names, samples))
         names = [name for name in names if name not in dims]
         is_alone = not sizes and len(_tensors([call.named[name] for name in names])) == 1  # then nothing else has the samples
-        found = self._shown(pipe, call, names, samples) if names and not is_alone else dict.fromkeys(names, 0)
-        if found is None:
+        shown: Found | None = self._shown(pipe, call, names, samples) if names and not is_alone else dict.fromkeys(names, 0)
+        if shown is None:
             return None
-        if wrong := [name for name, dim in found.items() if self._known.get(keys[name], dim) != dim]:
-            raise _unclear(wrong, samples or 0)
-        self._known |= {keys[name]: dim for name, dim in found.items()}
-        return dims | found
+        self._keep(call, shown, samples or 0)
+        return dims | shown
+
+    def _declared(self, call: Call, *, again: bool) -> Found:
+        """Returns the batch dimensions that are given and, unless they do not fit or are found out `again`, known from other calls."""
+        given = {name: dim for name, dim in self._given.items() if name in call.named}
+        keys = {} if again else {name: _key(name, value) for name, value in call.named.items()}
+        known = {name: self._known[key] for name, key in keys.items() if key in self._known}
+        return given if len(_sizes(call, known, known | given)) > 1 else known | given
+
+    def _keep(self, call: Call, shown: Found, samples: int) -> None:
+        """Keeps what the network has shown. Raises `InputError` if it has shown something else before."""
+        dims = {name: (_key(name, call.named[name]), dim) for name, dim in shown.items()}
+        if wrong := [name for name, (key, dim) in dims.items() if self._known.get(key, dim) != dim]:
+            raise _unclear(wrong, samples)
+        self._known |= dict(dims.values())
 
     def _open(self, call: Call, dims: Found) -> list[str]:
         """Returns the names of arguments whose batch dimensions are neither given nor known."""
@@ -193,14 +200,13 @@ class ArgumentDims:
                 samples = self._share(None if base is None else _rows_of(base, _sizes(call, names, {})))
             if not samples:
                 return None
-            shared = [name for name in names if samples not in _sizes(call, [name], {})]
+            shared = _of_other_sizes(call, names, samples)
             alike = [name for name in names if name not in shared and call.has_alike_rows(name, samples)]
             effects = {name: effect(name) for name in names if name not in (*shared, *alike)}
         depends = [name for name, on in effects.items() if on is Effect.ON_OTHERS]
         is_clear = Effect.NONE not in effects.values() and (not depends or len(depends) < len(effects))
-        if not is_clear or len(_tensors([call.named[name] for name in depends])) > len(depends):
-            return None
-        return {name: None if name in (*shared, *depends) else 0 for name in names}
+        has_one_each = len(_tensors([call.named[name] for name in depends])) <= len(depends)
+        return {name: None if name in (*shared, *depends) else 0 for name in names} if is_clear and has_one_each else None
 
 
 def with_batch_dims(pipe: zb.Pipeline, dims: Dims) -> AbstractContextManager[None]:
@@ -242,6 +248,11 @@ def _sizes(call: Call, names: Iterable[str], dims: Dims) -> set[int]:
     """Returns the sizes, other than 1, of the tensors of these arguments in their batch dimensions, by default the first."""
     pairs = [(tensor, dims.get(name, 0)) for name in names for tensor in _tensors(call.named[name])]
     return {tensor.shape[dim] for tensor, dim in pairs if dim is not None and dim < tensor.ndim} - {1}
+
+
+def _of_other_sizes(call: Call, names: Iterable[str], samples: int) -> list[str]:
+    """Returns the names of the arguments of which no tensor has so many `samples`."""
+    return [name for name in names if samples not in _sizes(call, [name], {})]
 
 
 def _dim_cut(whole: torch.Size, part: torch.Size, samples: int, size: int) -> int | None:
