@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.runtime.transport.terms import each_has, named
+from zerobubble.runtime.values.memory import spaced_elements
 from zerobubble.runtime.values.stateful import is_stateful, is_wrapper
-
-_SAMPLED = 64
-"""Number of elements read per parameter, evenly spaced, including the first and the last."""
 
 
 class ModelFacts(NamedTuple):
@@ -88,9 +86,8 @@ def sampled(parameter: Tensor) -> Tensor | None:
     is_plain = has_elements and parameter.layout is torch.strided and not parameter.is_quantized
     if not is_plain or parameter.is_meta or not parameter.numel():
         return None
-    places = torch.linspace(0, parameter.numel() - 1, _SAMPLED, dtype=torch.float64, device="cpu").long().to(parameter.device)
     try:
-        sample = parameter.detach().take(places)
+        sample = spaced_elements(parameter)
     except (NotImplementedError, RuntimeError):  # 8-bit dtypes, without element access
         return None
     return sample.to("cpu", torch.complex128 if sample.is_complex() else torch.float64)

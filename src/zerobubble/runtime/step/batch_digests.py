@@ -8,7 +8,6 @@ accelerator, whose elements the host could read only by waiting for them, it sen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -18,12 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from zerobubble.error_reports.user_code import warn_user
 from zerobubble.runtime.device import Event, interface, is_host
-from zerobubble.runtime.values.memory import is_plain
+from zerobubble.runtime.values.memory import is_plain, spaced_elements
 
 _TENSORS = 8
 """The most tensors of a batch that are read."""
-_ELEMENTS = 64
-"""The most elements that are read of each, evenly spaced."""
 
 
 class _Copied(NamedTuple):
@@ -81,18 +78,13 @@ def _elements(batch: Any) -> list[Tensor]:
     """Returns some elements of some tensors of a batch, on their devices."""
     tensors = [leaf for leaf in tree_leaves(batch) if type(leaf) is Tensor and _has_elements(leaf)]
     chosen = tensors[:: -(-len(tensors) // _TENSORS)] if tensors else []
-    return [tensor.detach().take(_places(tensor.numel(), tensor.device)) for tensor in chosen]
+    return [spaced_elements(tensor) for tensor in chosen]
 
 
 def _has_elements(tensor: Tensor) -> bool:
     """Returns whether elements of a tensor can be taken: those of floats of 8 bits cannot."""
     is_small_float = tensor.is_floating_point() and tensor.dtype.itemsize == 1
     return is_plain(tensor) and tensor.numel() > 0 and not tensor.is_quantized and not is_small_float
-
-
-@lru_cache(64)
-def _places(count: int, device: torch.device) -> Tensor:
-    return torch.linspace(0, count - 1, min(count, _ELEMENTS), dtype=torch.float64, device="cpu").long().to(device)
 
 
 def _number(elements: Sequence[Tensor]) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zerobubble.runtime.device import interface, is_host
 
+_SPACED = 64
+"""The most elements that stand for a tensor."""
 _PLAIN = (Tensor, nn.Parameter)
 """The types that their elements describe completely; other tensor subclasses would lose the rest of their state."""
 
@@ -82,3 +86,13 @@ def is_memory(tensor: Tensor) -> bool:
 def in_host_memory(tensor: Tensor) -> Tensor:
     """Returns an accelerator's tensor as a copy in host memory, for which the host does not wait; any other tensor as it is."""
     return tensor if is_host(tensor.device) or not is_plain(tensor) else interface(tensor.device).copy_on_host(tensor)
+
+
+def spaced_elements(tensor: Tensor) -> Tensor:
+    """Returns up to 64 evenly spaced elements of a plain tensor, with the first and the last, on its device."""
+    return tensor.detach().take(_spaced_places(tensor.numel(), tensor.device))
+
+
+@lru_cache(64)
+def _spaced_places(count: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, count - 1, min(count, _SPACED), dtype=torch.float64, device="cpu").long().to(device)
