@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from zerobubble.errors import InputError
@@ -229,7 +229,7 @@ class Executor:
         """Returns a pass or a value of the program with the number of the microbatch at its place."""
         return named._replace(microbatch=self.order[named.microbatch])
 
-    @property
+    @cached_property
     def ends(self) -> tuple[list[int], list[int]]:
         """For each microbatch, the rank where it enters the model and the rank that computes its loss."""
         routes = self.program.placement.routes

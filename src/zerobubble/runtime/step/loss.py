@@ -163,8 +163,9 @@ class StepLosses:
 
     def begin_comparison(self, *, is_cut_by_user: bool) -> None:
         """Begins to compare losses in a training step that is open. Microbatches that the user has cut are not compared."""
-        ends_here = (microbatch for microbatch, rank in enumerate(self._loss_ranks) if rank == self._peers.rank)
-        self.comparison.begin({} if is_cut_by_user else {microbatch: self._weight_of(microbatch) for microbatch in ends_here})
+        is_compared = self.comparison.is_next and not is_cut_by_user
+        ends_here = [microbatch for microbatch, rank in enumerate(self._loss_ranks) if rank == self._peers.rank] if is_compared else []
+        self.comparison.begin({microbatch: self._weight_of(microbatch) for microbatch in ends_here})
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
         """Returns the loss of one microbatch, from which backward starts with `gradient_of`; in evaluation without targets, the output.

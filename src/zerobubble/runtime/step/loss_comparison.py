@@ -85,11 +85,17 @@ class LossComparison:
         self._inputs: Tensors = ()
         self._labels = LabelComparison(self._loss_of_stage, self._stage_alone)
 
+    @property
+    def is_next(self) -> bool:
+        """Whether the next training step is compared."""
+        return self.is_on and self._num_steps + 1 in _STEPS
+
     def begin(self, weights: Mapping[int, float]) -> None:
         """Begins a training step with the weights of the microbatches that can be compared."""
         self.clear()
+        is_compared = self.is_next
         self._num_steps += 1
-        if self.is_on and self._num_steps in _STEPS:
+        if is_compared:
             self._weights, self._chosen = weights, _chosen(weights, _STEPS[self._num_steps])
 
     def arrive(self, stage: Stage, inputs: Tensors) -> None:
