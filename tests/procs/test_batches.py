@@ -698,6 +698,12 @@ def test_outputs_are_joined_along_the_dimension_named(world: Ranks) -> None:
     assert not warned
 
 
+def test_outputs_are_joined_along_the_first_dimension_if_it_is_named(world: Ranks) -> None:
+    _, (joined, whole, warned) = world.run(outputs_of_layouts, 4, {"outputs": 0}, ranks=2)
+    assert [joined[name].shape for name in ("second", "either")] == [whole["second"].shape, (12, 2, 2)]
+    assert not warned
+
+
 def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
     printed = run_forked(programs_of("docs/batches.md")[0], tmp_path, 2)
     assert [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)] == pytest.approx([4, 4, 4], abs=0.5)

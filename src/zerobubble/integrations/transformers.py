@@ -42,6 +42,7 @@ from zerobubble.integrations.whole_outputs import WholeOutputs
 from zerobubble.models.observation.example import TAKES_SUMS
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.options import ALIKE
+from zerobubble.runtime.step.batch import OUTPUTS
 from zerobubble.runtime.values.random_state import states_restored
 
 FOLDER = "pipeline"
@@ -154,12 +155,12 @@ class PipelineMixin(_Trainer):
                 self._split_options["example"] = example_of(self, self._computed)
             with remedies_of_trainer():
                 stages = zb.split(self.model, **self._split_options)
-            options = {"loss_weight": self._computed.weight, **self._options}
+            dims = {OUTPUTS: 0, **(self._options.get("batch_dims") or {})}
+            options = {"loss_weight": self._computed.weight, **self._options, "batch_dims": dims}
             self._pipe = zb.Pipeline(stages, self._schedule, self._num_microbatches, self._computed.loss, **options)
             for stage in self._pipe.modules.values():
                 setattr(stage, TAKES_SUMS, True)  # `TrainerLoss` weights them
             self._pipe._steps.stop_comparing_losses()  # `TrainerLoss` does
-            self._pipe._steps.samples_come_first = True
             self._pipe._steps.cut_model.pipe = "trainer.pipeline"
             self._pipe._steps.cut_model.remedy = "call trainer.save_model on all ranks, or "
             self._cut_model = self.model

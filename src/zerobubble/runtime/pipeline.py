@@ -324,8 +324,8 @@ class Pipeline(RefusesModuleCalls):
         if outputs is None:
             explain_none("outputs", f"eval_step returns None for the outputs on rank {self.rank}: the rank of the last stage has them")
             return loss, None
-        dim = (self._options.batch_dims or {}).get(OUTPUTS) or 0
-        return loss, join_outputs(outputs, sizes, dim, takes_first=self._steps.samples_come_first)
+        dims = self._options.batch_dims or {}
+        return loss, join_outputs(outputs, sizes, dims.get(OUTPUTS) or 0, takes_first=dims.get(OUTPUTS) == 0)
 
     @property
     def schedule(self) -> Schedule:

@@ -71,7 +71,6 @@ class StepRunner:
     Attributes:
         recording: Whether messages are timed.
         measures_memory: Whether every training step records the bytes held for backward.
-        samples_come_first: Whether outputs of an evaluation have the batch in the first of the dimensions that may have it.
         last: The executor of the last step, for `timeline`.
         schedule: The schedule of steps with the default number of microbatches.
     """
@@ -107,7 +106,6 @@ class StepRunner:
         self.recording = True
         self.measures_memory = False
         self.ranks_meet = False
-        self.samples_come_first = False
         self.step_hooks = step_hooks
         self.programs = programs
         self.schedule = programs.now.schedule
