@@ -18,6 +18,7 @@ import zerobubble as zb
 from zerobubble.cost_model.machine import COUNTING
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
 from zerobubble.models.observation.observed_model import ObservedModel
+from zerobubble.models.observation.shape_only import _AttentionOfZeros, shape_only_units
 from zerobubble.models.observation.units import find_units
 
 pytestmark = pytest.mark.in_process
@@ -162,6 +163,30 @@ class Hooked(Block):
         self.register_forward_hook(lambda _module, _args, output: (output[0], output[1][..., :number]))
 
 
+class Numbered(Block):
+    """Like the layers of Transformers, which know their number for a cache that is not there."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(3)
+        self.layer_idx = number
+        self.lin.layer_idx = number  # type: ignore[assignment]
+
+
+class Routes(Numbered):
+    """Reads values, as experts do: it does not run on shapes alone, but on zeros."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        (x.sum(-1) > 1).nonzero()
+        return super().forward(x)
+
+
+class RoutesLike(Routes):
+    """Reads its number after it has read values, in the copy that runs on zeros."""
+
+    def kept(self) -> int:
+        return min(int(self.layer_idx), 2)
+
+
 class Model(nn.Module):
     def __init__(self, kind: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -177,7 +202,25 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    [Block, Asked, OfDict, OfDictOr, AllOfDict, Counted, Set, SetToNone, ByClass, Answering, Property, Deep, Method, Like, Buffer, Hooked],
+    [
+        Block,
+        Asked,
+        OfDict,
+        OfDictOr,
+        AllOfDict,
+        Counted,
+        Set,
+        SetToNone,
+        ByClass,
+        Answering,
+        Property,
+        Deep,
+        Method,
+        Like,
+        Buffer,
+        Hooked,
+        RoutesLike,
+    ],
 )
 def test_each_layer_is_observed_with_its_own_output(kind: type[Block]) -> None:
     model, x = Model(kind), torch.zeros(2, WIDTH)
@@ -191,16 +234,7 @@ def test_each_layer_is_observed_with_its_own_output(kind: type[Block]) -> None:
     assert len({shapes[1] for shapes in given.values()}) > 1
 
 
-class Numbered(Block):
-    """Like the layers of Transformers, which know their number for a cache that is not there."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(3)
-        self.layer_idx = number
-        self.lin.layer_idx = number  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(("kind", "runs"), [(Numbered, 1), (Like, 2)])
+@pytest.mark.parametrize(("kind", "runs"), [(Numbered, 1), (Like, 2), (Routes, 1), (RoutesLike, 4)])
 def test_layers_that_are_alike_are_run_once(kind: type[Block], runs: int) -> None:
     model = Model(kind)
     kind.ran.reset_mock()
@@ -271,3 +305,20 @@ def test_layers_that_look_at_numbers_are_separate_by_these() -> None:
     model, x = GivesNumbers(LooksAtNumbers), torch.zeros(2, WIDTH)
     flow = ObservedModel(model, find_units(model)).flow((x,), {}, training=True)
     assert [called.form.tensors[1].shape[-2] for called in flow.calls.values()] == [1, 2, 3, 6]
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        (x > 1).nonzero()
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_of_zeros_is_counted_and_not_computed() -> None:
+    tokens, width = 2**20, 2
+    unit = shape_only_units({"attends": Attends()})["attends"]
+    seen = unit.seen((torch.empty(1, 1, tokens, width, device="meta"),), {}, training=True)
+    assert seen.form.tensors[0].shape == (1, 1, tokens, width)
+    assert seen.flops == 2 * 2 * tokens**2 * width
+    with _AttentionOfZeros():
+        ones = nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 1, 4, width))
+    assert (ones == 1).all()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 Found = TypeVar("Found")
+Outcome = TypeVar("Outcome")
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range})
 _STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
@@ -85,7 +86,7 @@ class ResultCache(Generic[Found]):
         while len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)
 
-    def run(self, unit: nn.Module, look: Callable[[], Found]) -> tuple[Found, frozenset[Place] | None]:
+    def run(self, unit: nn.Module, look: Callable[[], Outcome]) -> tuple[Outcome, frozenset[Place] | None]:
         """Returns the result of `look`, which runs `unit`, and the places read, None if it sets attributes."""
         if not self._alike.values:
             return look(), None

@@ -11,7 +11,7 @@ import mmap
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of, other_tensors
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
-from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
+from zerobubble.models.observation.equivalent_units import Place, ResultCache, equivalents_of
 from zerobubble.models.observation.following import contents_of, modules_inside
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.recording import recording_separately, recording_state
@@ -62,6 +64,18 @@ class Seen(NamedTuple):
     changed: tuple[int, ...]
     written: tuple[str, ...]
     mark: str = ""
+
+
+class _Attempts(NamedTuple):
+    """Runs of a unit: what each made, and the attributes that each read, None if these are not known."""
+
+    made: list[_Made]
+    read: list[Collection[Place] | None]
+
+    def places(self) -> set[Place] | None:
+        """Returns the attributes that any attempt read, None if these are not known."""
+        known = [read for read in self.read if read is not None]
+        return set().union(*known) if len(known) == len(self.read) else None
 
 
 class ShapeOnlyUnit:
@@ -121,29 +135,29 @@ class ShapeOnlyUnit:
             found = self._shared.find(self.name, key) if is_shared else None
             if found is None:
                 _set_mode(self.unit, training)
+                attempts = _Attempts([], [])
                 with _disable_current_modes(), torch.no_grad(), observing_a_unit(), _named_in_errors(self.name):
-                    found, read = self._shared.run(self.unit, lambda: self._find_out(key, given))
+                    found = self._find_out(key, given, attempts)
                 if is_shared and key not in self._by_numbers:
-                    self._shared.keep(self.name, key, found, read)
+                    self._shared.keep(self.name, key, found, attempts.places())
         return found
 
-    def _find_out(self, key: tuple[Any, ...], given: Opened) -> Seen:
+    def _find_out(self, key: tuple[Any, ...], given: Opened, attempts: _Attempts) -> Seen:
         """Observes the unit, from its initial attributes if those of an earlier run, such as a hidden state, do not fit these arguments.
 
         Raises the error of its code if it cannot run, and `InputError` if its arguments are the reason.
         """
-        tried: list[_Made] = []
         try:
             try:
-                return self._first_that_runs(key, given, tried)
+                return self._first_that_runs(key, given, attempts)
             except (RuntimeError, ValueError):
                 if not self.attributes_set:
                     raise
                 self._begin_again()
-                return self._first_that_runs(key, given, tried)
+                return self._first_that_runs(key, given, attempts)
         except (RuntimeError, ValueError) as error:
             error.__context__ = None  # attempts before it, which failed the same way
-            refuse_left_in_arguments(self.name, [tensor for made in tried for tensor in made.living()], *given.given)
+            refuse_left_in_arguments(self.name, [tensor for made in attempts.made for tensor in made.living()], *given.given)
             _refuse_packed(self.name, error)
             raise
 
@@ -158,26 +172,26 @@ class ShapeOnlyUnit:
             else:
                 vars(module).pop(name, None)
 
-    def _first_that_runs(self, key: tuple[Any, ...], given: Opened, tried: list[_Made]) -> Seen:
+    def _first_that_runs(self, key: tuple[Any, ...], given: Opened, attempts: _Attempts) -> Seen:
         """Runs on meta tensors; if the code reads values, on zeros; if it needs lengths or the like, on the real integers.
 
         If it divides by one of its own integers, uses 1 for each integer.
         """
         try:
-            return self._run(self.unit, [_meta(leaf) for leaf in given.leaves], given, tried)
+            return self._run(self.unit, [_meta(leaf) for leaf in given.leaves], given, attempts)
         except (NotImplementedError, RuntimeError, AssertionError) as error:  # jagged tensors assert that their parts are on one device
             if _WANTS_GRADIENTS in str(error):
-                return self._run_with_gradients(given, tried)
+                return self._run_with_gradients(given, attempts)
             unit, place = _with_tensors(self.unit, untouched_zeros), _place_of(self.unit)
-        with forked():
+        with forked(), _AttentionOfZeros():
             try:
-                return self._run(unit, [_zeros(leaf, place) for leaf in given.leaves], given, tried)
+                return self._run(unit, [_zeros(leaf, place) for leaf in given.leaves], given, attempts)
             except (RuntimeError, ValueError):
-                found = self._with_known(unit, [_known(leaf, place) for leaf in given.leaves], given, tried)
+                found = self._with_known(unit, [_known(leaf, place) for leaf in given.leaves], given, attempts)
         self._by_numbers.add(key)
         return found
 
-    def _run_with_gradients(self, given: Opened, tried: list[_Made]) -> Seen:
+    def _run_with_gradients(self, given: Opened, attempts: _Attempts) -> Seen:
         """Runs with gradients enabled, for a unit that calls `torch.autograd.grad` itself."""
         leaves = [_meta(leaf) for leaf in given.leaves]
         tensors = [*self.unit.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
@@ -185,18 +199,36 @@ class ShapeOnlyUnit:
             try:
                 for tensor in tensors:
                     tensor.requires_grad_(tensor.is_floating_point())
-                return self._run(self.unit, leaves, given, tried)
+                return self._run(self.unit, leaves, given, attempts)
             finally:
                 for parameter in self.unit.parameters():
                     parameter.requires_grad_(False)
 
-    def _with_known(self, unit: nn.Module, leaves: list[Any], given: Opened, tried: list[_Made]) -> Seen:
+    def _with_known(self, unit: nn.Module, leaves: list[Any], given: Opened, attempts: _Attempts) -> Seen:
         try:
-            return self._run(unit, leaves, given, tried)
+            return self._run(unit, leaves, given, attempts)
         except (RuntimeError, ZeroDivisionError):
-            return self._run(_with_tensors(self.unit, _ones_or_zeros), leaves, given, tried)
+            return self._run(_with_tensors(self.unit, _ones_or_zeros), leaves, given, attempts)
 
-    def _run(self, unit: nn.Module, leaves: list[Any], given: Opened, tried: list[_Made]) -> Seen:
+    def _run(self, unit: nn.Module, leaves: list[Any], given: Opened, attempts: _Attempts) -> Seen:
+        """Runs `unit`, which is the shape-only unit or a copy of it, and notes which attributes it reads."""
+        found, read = self._shared.run(unit, lambda: self._outcome(unit, leaves, given, attempts.made))
+        attempts.read.append(read)
+        try:
+            if isinstance(found, Seen):
+                return found
+            raise found
+        finally:
+            del found  # the frames of an error hold tensors
+
+    def _outcome(self, unit: nn.Module, leaves: list[Any], given: Opened, made: list[_Made]) -> Seen | Exception:
+        """Returns what a run shows, or the error after which another attempt may run: its reads count, too."""
+        try:
+            return self._observe(unit, leaves, given, made)
+        except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
+            return error
+
+    def _observe(self, unit: nn.Module, leaves: list[Any], given: Opened, tried: list[_Made]) -> Seen:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         own = {name: (buffer, buffer._version) for name, buffer in unit.named_buffers()}
         args, kwargs = given.closed(leaves)
@@ -247,10 +279,10 @@ def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], list[Any]]:
 
 
 def _put_back(unit: nn.Module, before: Mapping[tuple[str, str], list[Any]]) -> None:
-    """Gives the modules in a unit the attributes that `_attributes_in` returned `before`."""
+    """Gives the modules in a unit the attributes that `_attributes_in` returned `before`. It reads none either."""
     for path, module in unit.named_modules():
         attributes = vars(module)
-        for name in [name for name in attributes if name not in _OF_EVERY_MODULE]:
+        for name in [name for name in dict.keys(attributes) if name not in _OF_EVERY_MODULE]:
             if (path, name) in before:
                 attributes[name] = before[path, name][0].value
             else:
@@ -415,6 +447,23 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves += [tensor for part in unit.modules() for _, tensor in state_of(part)]
         kept = {id(each) for leaf in leaves for each in (leaf, getattr(leaf, "_base", None))}  # a view keeps its base alive
         return [tensor for tensor in living if id(tensor) not in kept]
+
+
+class _AttentionOfZeros(TorchFunctionMode):
+    """Returns zeros for `scaled_dot_product_attention` of values that are zeros: its scores may take more memory than the machine has.
+
+    The same call on the meta device gives the shape and counts the FLOPs.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        value = args[2] if len(args) > 2 else kwargs["value"]
+        if is_traceable_wrapper_subclass(value) or value.any():
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, _meta, (args, dict(kwargs)))
+        return untouched_zeros(func(*args, **kwargs))
 
 
 def _with_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> nn.Module:
