@@ -91,11 +91,12 @@ def _estimate(unit: nn.Module, called: CallRecord, flows_back: bool, known: Resu
     name, given = called.call.unit, called.given
     key = (flows_back, called.flops, *map(_kind, called.form.leaves), repr(given.structure), *map(_kind, given.leaves))
     found = known.find(name, key)
-    if found is None:
-        on_meta = _on_meta(unit)
-        found, read = known.run(on_meta, lambda: _run_or_guess(on_meta, called, flows_back))
-        known.keep(name, key, found, read)
-    return found
+    if found is not None:
+        return found
+    on_meta = _on_meta(unit)
+    estimate, read = known.run(on_meta, lambda: _run_or_guess(on_meta, called, flows_back))
+    known.keep(name, key, estimate, read)
+    return estimate
 
 
 def _run_or_guess(unit: nn.Module, called: CallRecord, flows_back: bool) -> Estimate:
