@@ -70,7 +70,7 @@ def _turns(placement: Placement, num_microbatches: int, costs: Costs) -> Iterato
         there = _through([forward[stage] for stage in own], 0, last) + sum(message[stages[0] :])
         back = _through([backward[stage] for stage in reversed(own)], last, 0) + sum(message[stages[0] :]) + weight[stages[0]][0]
         for at, stage in enumerate(stages):
-            later = own[stage + 1 - stages[0] :]
+            later = own[own.index(stage) :][1:]
             before = there + sum(backward[one][last] for one in later) + sum(message[stage:])
             behind = sum(forward[one][last] for one in later) + sum(message[stage:]) + back
             some = stages[: at + 1]

@@ -197,7 +197,7 @@ def _estimate(candidate: Candidate) -> tuple[bool, float]:
     hold, needs, work = 0, [0.0] * placement.num_ranks, [0] * placement.num_ranks
     for stage in reversed(range(placement.num_stages)):
         rank = placement.routes[0][stage]
-        hold += costs.forward[stage] + costs.backward[stage] + 2 * (costs.comm[stage] if stage + 1 < placement.num_stages else 0)
+        hold += costs.forward[stage] + costs.backward[stage] + 2 * (costs.comm[stage] if stage != placement.num_stages - 1 else 0)
         needs[rank] += costs.held_after_f[stage] * hold / problem.limits.memory[rank]
         work[rank] += costs.forward[stage] + costs.backward[stage] + costs.weight[stage]
     least = candidate.target.work / placement.num_ranks
