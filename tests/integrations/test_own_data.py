@@ -19,6 +19,7 @@ from zerobubble.integrations.trainer_options import wrong_options
 
 PROGRAM = Path(__file__).with_name("train_with_own_data.py")
 SHORT = ("closure", "own generators", "workers", "batch_rebalance", "tokens", "dropped batches")
+REPLICATED = ("no training", "no training, means", "no training, one microbatch", "no training, a sequence", "dropped batches", "classes")
 SHORT += ("segmentation", "labels of -1", "labels of other names", "no training")
 NUMBERS = {"loss", "grad_norm", "eval_loss", "test_loss"}
 FLOAT32 = 1e-6
@@ -29,7 +30,7 @@ FLOAT32 = 1e-6
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that Trainer on one device leaves."""
     folder = tmp_path_factory.mktemp("one")
-    run_program(PROGRAM, folder, "--cases", *sorted(cases_played(request, "test_data_train_as_on_one_device")))
+    run_program(PROGRAM, folder, "--cases", *sorted(cases_played(request, "test_data_train_as_on_one_device") | {*REPLICATED}))
     return folder
 
 
@@ -53,7 +54,8 @@ def assert_same(folder: Path, reference: Path, case: str) -> None:
     assert "error" not in expected, expected
     assert "error" not in found, found
     assert (found["shapes"], found["counts"]) == (expected["shapes"], expected["counts"])
-    assert found["metrics"]["test_runtime"] > 0
+    steps = [round(of["metrics"]["test_steps_per_second"] * of["metrics"]["test_runtime"]) for of in (found, expected)]
+    assert steps[0] == steps[1] > 0
     assert len(found["rows"]) == len(expected["rows"])
     for row, other in zip([*found["rows"], found["metrics"]], [*expected["rows"], expected["metrics"]], strict=True):
         for name in NUMBERS & other.keys():
@@ -67,6 +69,13 @@ def assert_same(folder: Path, reference: Path, case: str) -> None:
 @pytest.mark.parametrize("case", long_if([case for case in CASES if case not in SHORT], CASES))
 def test_data_train_as_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same(pipelined, reference, case)
+
+
+@pytest.mark.feature("evaluations with replicas")
+def test_two_replicas_evaluate_as_one_device(reference: Path, tmp_path: Path) -> None:
+    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", *REPLICATED, ranks=4)
+    for case in REPLICATED:
+        assert_same(tmp_path, reference, case)
 
 
 @pytest.mark.refuses("datasets that read an iterator, without an example")

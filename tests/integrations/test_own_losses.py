@@ -20,7 +20,8 @@ from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
 SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "experts", "flags of one rank")
 SHORT += ("a stream", "choices", "logits in place", "pairs in one call")
-REPLICATED = ("mean", "plain", "local counts", "logged", "a stream")
+REPLICATED = ("plain", "local counts", "mean", "mean over attention_mask", "weighted", "masked", "generated", "sequences, one microbatch")
+REPLICATED += ("a stream",)
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""
 
@@ -77,11 +78,12 @@ def test_losses_train_as_on_one_device(case: str, pipelined: Path, reference: Pa
 
 @pytest.mark.feature("losses that are means with replicas")
 def test_losses_train_in_two_replicas_as_on_one_device(reference: Path, tmp_path: Path) -> None:
-    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", "plain", "mean of full sequences", "a stream", ranks=4)
-    assert_same(tmp_path, reference, "plain", {"loss", "grad_norm"})
-    streamed, expected = result(tmp_path, "a stream"), result(reference, "a stream")
-    assert streamed["shapes"] == expected["shapes"]
-    assert streamed["totals"] == pytest.approx(expected["totals"], rel=1e-9)
+    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", *REPLICATED, ranks=4)
+    for case in REPLICATED:
+        assert_same(tmp_path, reference, case, {"loss", "grad_norm", "eval_loss"})
+        found, expected = result(tmp_path, case), result(reference, case)
+        assert found["shapes"] == expected["shapes"]
+        assert found["totals"] == pytest.approx(expected["totals"], rel=1e-9)
 
 
 @pytest.mark.refuses("losses that are neither sums nor means", "two calls of the model in compute_loss", "collectives in compute_loss")

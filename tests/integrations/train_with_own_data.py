@@ -266,6 +266,13 @@ class Sequence(IterableDataset[Any]):
         return iter(self.samples)
 
 
+class SizedSequence(Sequence):
+    """Samples that are read in order only, of a known number."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
 class Mixup:
     """A collator with a state of its own: it mixes labels by a number drawn from Python's `Random`."""
 
@@ -336,6 +343,23 @@ CASES: dict[str, dict[str, Any]] = {
         "collator": lambda: padded,
         "arguments": {"compute_loss_func": shared_loss},
     },
+    "no training, means": {
+        "trains": False,
+        "model": tagging_model,
+        "data": of(tagged),
+        "evaluated": tagged,
+        "num_evaluated": 13,
+        "arguments": {"compute_loss_func": ignoring_loss},
+    },
+    "no training, one microbatch": {
+        "trains": False,
+        "evaluated": of_length,
+        "num_evaluated": 14,
+        "collator": lambda: padded,
+        "arguments": {"compute_loss_func": shared_loss},
+        "microbatches": 1,
+    },
+    "no training, a sequence": {"trains": False, "evaluation": SizedSequence, "num_evaluated": 13},
     "classes": {"model": classifier, "data": of(of_class), "evaluated": of_class, "num_evaluated": 14, "settings": LOCAL},
     "dropped batches": {"num_evaluated": 13, "settings": LOCAL | {"dataloader_drop_last": True}},
     "segmentation": {"model": segmenting_model, "data": of(pixels), "evaluated": pixels},
@@ -394,7 +418,8 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
     data = case.get("data", of(tokens))()
     evaluated = [case.get("evaluated", tokens)(index) for index in range(64, 64 + case.get("num_evaluated", 12))]
     given: dict[str, Any] = {"model": case.get("model", masked_model)(), "args": arguments, "train_dataset": data}
-    given |= case.get("arguments", {}) | {"eval_dataset": evaluated, "data_collator": case.get("collator", lambda: default_collate)()}
+    given |= case.get("arguments", {}) | {"eval_dataset": case.get("evaluation", list)(evaluated)}
+    given |= {"data_collator": case.get("collator", lambda: default_collate)()}
     if "WORLD_SIZE" not in os.environ:
         return Trainer(**given)
     from zerobubble.integrations.transformers import PipelineTrainer
@@ -403,7 +428,7 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
     options = dict(case.get("options", {}))
     if replicas > 1:
         options["mesh"] = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("dp", "pp"))
-    return PipelineTrainer(**given, schedule="zb-h1", num_microbatches=3, pipeline_options=options)
+    return PipelineTrainer(**given, schedule="zb-h1", num_microbatches=case.get("microbatches", 3), pipeline_options=options)
 
 
 def play(trainer: Trainer, *, trains: bool) -> dict[str, Any]:

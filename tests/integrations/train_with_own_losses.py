@@ -562,6 +562,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two views of each sample": {"kind": "ViewsOfEach", "model": classifier, "data": of_class},
     "pairs in one call": {"kind": "Ranked", "model": scoring_model, "data": of_class, "microbatches": 8},
     "contrastive, one microbatch": {"kind": "Contrastive", "data": full_tokens, "microbatches": 1},
+    "sequences, one microbatch": {"kind": "Trainer", "model": sequence_model, "data": full_tokens, "microbatches": 1},
     "generated": {"kind": "Generated", "model": sequence_model, "settings": {"predict_with_generate": True, "generation_max_length": 8}},
 }
 """What trains as on one device."""

@@ -68,6 +68,10 @@ class Microbatches:
     seed: int | None = None
     is_compared: bool = False
 
+    def items_of(self, index: int) -> Any:
+        """Returns what `compute_loss` gets as `num_items_in_batch` for a microbatch."""
+        return self.items
+
     @property
     def targets(self) -> list[Tensor]:
         """The numbers of the microbatches, by which the pipeline's loss function finds them."""
@@ -151,7 +155,7 @@ class LossCalls:
     def _returned(self, batch: Microbatches, index: int) -> Any:
         options = {"return_outputs": True} if batch.returns_outputs else {}
         inputs = dict(batch.parts[index])
-        return self._trainer.compute_loss(self._trainer.model, inputs, num_items_in_batch=batch.items, **options)
+        return self._trainer.compute_loss(self._trainer.model, inputs, num_items_in_batch=batch.items_of(index), **options)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if args:
@@ -170,6 +174,7 @@ class LossCalls:
             if trainer._pipe is not None:
                 stack.enter_context(replaced(trainer._pipe._steps.cut_model, instead=PENALTIES))
             stack.enter_context(replaced(model, training=batch.trains))
+            stack.enter_context(replaced(trainer.args, average_tokens_across_devices=False))  # `TrainerLoss` does it, by what the loss is
             stack.enter_context(replaced(trainer, log=lambda logs, *args, **kwargs: rows.append(dict(logs))))
             stack.enter_context(replaced(accelerator, gather=trainer._gather_among_replicas, reduce=trainer._reduce_among_replicas))
             stack.enter_context(collectives_refused(self.name, trainer._ranks_of_pipeline, remedy))

@@ -60,6 +60,9 @@ class Probe(Microbatches):
     outputs: list[Any] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
 
+    def items_of(self, index: int) -> Any:
+        return self.items * (index + 1) if self.width == 1 and self.items is not None else self.items
+
     def samples_of(self, comparison: Comparison) -> list[Any]:
         """Returns the samples of a group, each a batch."""
         first = comparison.group * self.width
@@ -83,6 +86,7 @@ class Prober:
         classes = getattr(getattr(self._trainer.model, "config", None), "num_labels", 1) or 1
         if self._trainer._num_microbatches == 1:
             rows, wholes = [], [inputs]  # what is not cut needs no rules, and may fail for single samples
+            wholes *= 2 if items is not None and self._trainer._num_replicas > 1 else 1  # with items, and with twice as many
         else:
             whole = samples_of(inputs, rows, self._dims)
             wholes = [batch for batch in (whole, with_other_labels(whole, inputs, names, classes)) if batch is not None]

@@ -34,11 +34,16 @@ class Rule(NamedTuple):
 
     def shares(self, parts: Sequence[Mapping[str, Any]]) -> list[float]:
         """Returns the factor of the number of each part in that of the batch."""
-        if self.divisor is None:
-            return [1.0] * len(parts)
-        counts = [float(self.divisor(part)) for part in parts]
-        total = sum(counts)
-        return [count / total for count in counts] if total else [1 / len(parts)] * len(parts)
+        return shares_of([None if self.divisor is None else float(self.divisor(part)) for part in parts])
+
+
+def shares_of(divisors: Sequence[float | None]) -> list[float]:
+    """Returns the factor of each part in a sum, whose parts have no divisor, or in a mean."""
+    counts = [count for count in divisors if count is not None]
+    if not counts:
+        return [1.0] * len(divisors)
+    total = sum(counts)
+    return [count / total for count in counts] if total else [1 / len(counts)] * len(counts)
 
 
 SUM = Rule("a sum", None)
@@ -157,5 +162,9 @@ def are_near(value: float, whole: float, tolerance: float, sizes: Sequence[float
 
 def differ(rules: Sequence[Rule], parts: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether the rules give the parts different shares."""
-    shares = [rule.shares(parts) for rule in rules]
+    return shares_differ([rule.shares(parts) for rule in rules])
+
+
+def shares_differ(shares: Sequence[Sequence[float]]) -> bool:
+    """Returns whether several rules give parts different shares."""
     return any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(other, shares[0], strict=True))

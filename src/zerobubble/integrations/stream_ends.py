@@ -1,6 +1,6 @@
-"""Finds how many samples of the last batch count if the dataset of an evaluation has no length.
+"""Finds how many samples of the last batch of an evaluation count: replicas fill it with samples of the first.
 
-Accelerate knows it where one process loads the batches for all. The ranks of a pipeline load the same batches.
+Accelerate knows it for datasets with a length, and where one process loads the batches for all. The ranks of a pipeline load the same.
 """
 
 from __future__ import annotations
@@ -50,14 +50,30 @@ def count_samples(loader: Any) -> None:
     shard.dataset = Counted(shard.dataset)
 
 
-def note_remainder(accelerator: Any, inputs: Any) -> None:
-    """Notes how many samples of the last batch, which has these `inputs` in this replica, count if the dataset has no length."""
+def note_remainder(accelerator: Any, inputs: Any, num_replicas: int) -> None:
+    """Notes how many samples of the last batch, which has these `inputs` in this replica, count if Accelerate does not know it."""
     state = accelerator.gradient_state
-    if not state.end_of_dataloader or state.remainder >= 0:
+    if not state.end_of_dataloader:
         return
-    loader = state.active_dataloader
+    loader, total = state.active_dataloader, num_replicas * find_batch_size(inputs)
+    count = num_read(loader)
+    if count is not None and not loader.dataset.drop_last:
+        loader.remainder = (count - 1) % total + 1
+    elif state.remainder < 0:
+        loader.remainder = total
+
+
+def num_read(loader: Any) -> int | None:
+    """Returns the number of samples that replicas have read of a dataset in order; None for other datasets, or without replicas."""
     shard = loader.dataset
-    if isinstance(shard, IterableDatasetShard):
-        loader.remainder = (shard.dataset.count - 1) % (shard.batch_size * shard.num_processes) + 1
-    else:
-        loader.remainder = find_batch_size(inputs)
+    if not isinstance(shard, IterableDatasetShard):
+        return None
+    return len(shard.dataset) if has_length(shard.dataset) else shard.dataset.count
+
+
+def nums_counted(accelerator: Any, samples: int, num_replicas: int) -> list[int]:
+    """Returns, for each replica, how many of the first `samples` of its batch count. The others fill the last batch."""
+    state = accelerator.gradient_state
+    fills = num_replicas > 1 and state.end_of_dataloader and state.remainder > 0
+    total = state.remainder if fills else num_replicas * samples
+    return [min(max(total - replica * samples, 0), samples) for replica in range(num_replicas)]

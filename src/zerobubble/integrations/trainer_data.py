@@ -8,16 +8,19 @@ import zerobubble as zb
 from zerobubble.integrations.batches import digest_of, refuse_different_digests
 
 
-def args_of_replica(args: Any, num_replicas: int, replica: int) -> Any:
-    """Returns the arguments of Trainer with one process for each replica. All other attributes are those of `args`.
+def args_with(args: Any, **properties: int) -> Any:
+    """Returns the arguments of Trainer with other properties, such as one process for each replica, and all other attributes of `args`.
 
-    Transformers seeds the workers of data loaders, and samples batches of similar lengths, by the number of the process.
+    By the number of the process, Transformers seeds the workers of data loaders, and samples batches of similar lengths.
     """
     kind = type(args)
-    own = {"world_size": property(lambda _: num_replicas), "process_index": property(lambda _: replica)}
-    of_replica: Any = object.__new__(type(kind.__name__, (kind,), own))
-    of_replica.__dict__ = vars(args)
-    return of_replica
+
+    def constant(value: int) -> property:
+        return property(lambda _: value)
+
+    changed: Any = object.__new__(type(kind.__name__, (kind,), {name: constant(value) for name, value in properties.items()}))
+    changed.__dict__ = vars(args)
+    return changed
 
 
 def refuse_different_batches(pipe: zb.Pipeline, batch: Any) -> None:

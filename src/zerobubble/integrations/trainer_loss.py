@@ -9,7 +9,7 @@ finite, it is found out again: terms over a batch, such as a standard deviation,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,20 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, samples_of
 from zerobubble.integrations.loss_calls import ATTRIBUTE, LOGGED, Called, LossCalls, Microbatches
 from zerobubble.integrations.loss_probe import LOSS, Probe, Prober
-from zerobubble.integrations.loss_rules import IGNORED, OFTEN_IGNORED, SUM, Rule, differ, extremes, rules_of, telling_samples
+from zerobubble.integrations.loss_rules import (
+    IGNORED,
+    OFTEN_IGNORED,
+    SUM,
+    Rule,
+    are_near,
+    differ,
+    extremes,
+    rules_of,
+    shares_differ,
+    shares_of,
+    telling_samples,
+)
+from zerobubble.integrations.over_replicas import reduce_over_replicas
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, drawn_seed
 
@@ -39,6 +52,7 @@ class Batch(Microbatches):
         states_before: The random states before all captures.
         states_after: The random states after all captures.
         rules: How each number of the batch follows from the numbers of microbatches.
+        share_of_replica: The factor of the loss of this replica in that of all replicas.
         shares: The factor of the loss of each microbatch in the loss of the batch.
         called: By microbatch, what `compute_loss` gave, on the rank that computes the losses. Losses have no gradients.
     """
@@ -48,6 +62,7 @@ class Batch(Microbatches):
     states_before: RandomStates | None = None
     states_after: RandomStates | None = None
     rules: dict[str, Rule] = field(default_factory=dict)
+    share_of_replica: float = 1.0
     shares: list[float] = field(default_factory=list)
     called: dict[int, Called] = field(default_factory=dict)
 
@@ -70,6 +85,7 @@ class TrainerLoss:
         self._trainer = trainer
         self._weighted = None if weight is None else Rule("a mean with the weights of loss_weight", weight)
         self._dims = dims
+        self._mean_over_samples = Rule("a mean over samples", lambda batch: num_samples(batch, dims))
         self._calls = LossCalls(trainer, covered)
         self._prober = Prober(trainer, self._calls, dims)
         self._rules: dict[tuple[bool, tuple[str, ...]], dict[str, list[Rule]]] = {}
@@ -86,9 +102,14 @@ class TrainerLoss:
         """Returns the number of microbatches of a batch: fewer than usual for a batch with fewer samples."""
         return min(num_samples(inputs, self._dims), self._trainer._num_microbatches)
 
-    def begin(self, inputs: Any, items: Any, factor: float, count: int, *, trains: bool, returns_outputs: bool = False) -> Batch:
-        """Returns `count` microbatches of a batch with the arguments of the model for each, after finding out the rules if that is due."""
-        parts, sizes = cut(inputs, count, self._dims)
+    def begin(
+        self, inputs: Any, items: Any, factor: float, count: int, *, trains: bool, returns_outputs: bool = False, counted: Any = None
+    ) -> Batch:
+        """Returns `count` microbatches of a batch with the arguments of the model for each, after finding out the rules if that is due.
+
+        The microbatches have the `counted` samples of the batch, by default all. The rules are found out from all.
+        """
+        parts, sizes = cut(inputs if counted is None else counted, count, self._dims)
         batch = Batch(parts, trains, items, returns_outputs, sizes=sizes, factor=factor)
         key = trains, tuple(name for name, value in inputs.items() if value is not None)
         self._num_steps[trains] += 1
@@ -98,6 +119,9 @@ class TrainerLoss:
             rules = self._rules[key] = self._found_out(inputs, items, trains, rules)
         batch.rules = {name: left[0] for name, left in rules.items()}
         batch.shares = batch.rules[LOSS].shares(batch.parts)
+        if (replicas := self._trainer._num_replicas) > 1:
+            batch.share_of_replica = self._share_of_replica(batch, rules[LOSS])
+            batch.factor *= replicas * batch.share_of_replica  # gradients are averaged over replicas
         self._capture(batch)
         self._batch = batch
         return batch
@@ -183,6 +207,31 @@ class TrainerLoss:
         """Returns the loss of this replica's batch, on the rank that computes the losses."""
         return torch.stack([batch.called[index].loss * share for index, share in enumerate(batch.shares) if share]).sum()
 
+    def loss_of_replicas(self, batch: Batch, loss: Tensor) -> Tensor:
+        """Returns the loss of one call of `compute_loss` for the batches of all replicas, given that of this one. All ranks call it."""
+        if self._trainer._num_replicas == 1:
+            return loss
+        own = loss * batch.share_of_replica if batch.share_of_replica else torch.zeros_like(loss)
+        loss_of_all: Tensor = reduce_over_replicas(self._trainer._same_stages, own)
+        return loss_of_all
+
+    def _share_of_replica(self, batch: Batch, rules: Sequence[Rule]) -> float:
+        """Returns the factor of the loss of this replica in that of all replicas. Raises `InputError` if the rules give several factors."""
+        trainer = self._trainer
+        if all(rule.divisor is None for rule in rules):
+            return 1.0 if trainer._is_counted else 0.0
+        own = [sum(map(rule.divisor, batch.parts)) if rule.divisor and trainer._is_counted else 0.0 for rule in rules]
+        counts = trainer._gather_among_replicas(torch.tensor([own], dtype=torch.float64, device=trainer.args.device)).T.tolist()
+        shares = [shares_of(of_rule if rule.divisor else [None] * len(of_rule)) for rule, of_rule in zip(rules, counts, strict=True)]
+        if shares_differ(shares):
+            raise InputError(
+                "the loss of {count} replicas is {rules}, and their samples leave open which",
+                count=trainer._num_replicas,
+                rules=" or ".join(rule.name for rule in rules),
+                remedy="give loss_weight, which returns what the mean of a microbatch divides by",
+            )
+        return shares[0][trainer._replica]
+
     def _merged(self, batch: Batch) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns the new values of attributes, and the logs, of the whole batch."""
         numbers = [batch.called[index].numbers for index in range(len(batch.parts))]
@@ -233,8 +282,40 @@ class TrainerLoss:
         probe = self._probed(inputs, self._rows(inputs, candidates), items, trains=trains)
         names = dict.fromkeys(name for comparison in probe.comparisons for numbers in comparison.numbers for name in numbers)
         if self._trainer._num_microbatches == 1:
-            return {name: [SUM] for name in names}
-        return {name: self._fitting(candidates, name, probe, before.get(name, candidates)) for name in names}
+            return self._agreed({name: [self._rule_of_whole_batch(probe)] for name in names})
+        return self._agreed({name: self._fitting(candidates, name, probe, before.get(name, candidates)) for name in names})
+
+    def _rule_of_whole_batch(self, probe: Probe) -> Rule:
+        """Returns how the loss of all replicas follows from theirs, which are not cut: as a sum if each is a share of all items."""
+        first, *rest = [comparison.numbers[0][LOSS] for comparison in probe.comparisons]
+        tolerance = probe.comparisons[0].tolerance
+        is_share = all(are_near(2 * loss, first, tolerance, [first]) for loss in rest)
+        if not is_share and not are_near(rest[0], first, tolerance, [first]):
+            raise InputError(
+                "the loss of {name} is {got} for {count} items and {expected} for twice as many, so that of replicas does not follow",
+                name=self._calls.name,
+                got=first,
+                expected=rest[0],
+                count=int(probe.items),
+                remedy="divide all terms by num_items_in_batch, or none",
+            )
+        return SUM if rest and is_share else self._mean_over_samples
+
+    def _agreed(self, rules: dict[str, list[Rule]]) -> dict[str, list[Rule]]:
+        """Returns the rules that numbers may follow in all replicas."""
+        if self._trainer._num_replicas == 1:
+            return rules
+        everywhere: list[Any] = [None] * self._trainer._num_replicas
+        names = {name: [rule.name for rule in left] for name, left in rules.items()}
+        dist.all_gather_object(everywhere, names, group=self._trainer._same_stages)
+        agreed = {
+            name: [rule for rule in left if all(rule.name in of_one.get(name, [rule.name]) for of_one in everywhere)]
+            for name, left in rules.items()
+        }
+        if wrong := [name for name, left in agreed.items() if not left]:
+            found = " or ".join(of_one[wrong[0]][0] for of_one in everywhere)
+            raise InputError("{name} is {got} in different replicas", name=wrong[0], got=found, remedy="give all samples one rule")
+        return agreed
 
     def _rows(self, inputs: Any, candidates: list[Rule]) -> list[int]:
         """Returns the samples of a batch that distinguish the most rules."""

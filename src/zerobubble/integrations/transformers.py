@@ -23,16 +23,17 @@ import transformers
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 from transformers.trainer import SCHEDULER_NAME
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.batches import num_samples
+from zerobubble.integrations.batches import num_samples, samples_of
 from zerobubble.integrations.hidden_methods import refuse_hidden_methods
 from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
-from zerobubble.integrations.stream_ends import count_samples, note_remainder
+from zerobubble.integrations.stream_ends import count_samples, note_remainder, num_read, nums_counted
 from zerobubble.integrations.trainer_callbacks import SharedCallbacks
-from zerobubble.integrations.trainer_data import args_of_replica, refuse_different_batches
+from zerobubble.integrations.trainer_data import args_with, refuse_different_batches
 from zerobubble.integrations.trainer_example import example_of, remedies_of_trainer
 from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
 from zerobubble.integrations.trainer_options import wrong_options
@@ -91,6 +92,8 @@ class PipelineMixin(_Trainer):
         InputError: For options of Trainer that a pipeline does not support, all of them at once.
     """
 
+    _is_counted = True
+    """Whether samples of this replica's batch count, rather than fill the last batch."""
     _merged_attributes: ClassVar[tuple[str, ...]] = ()
     """The attributes that `compute_loss` changes for each microbatch, and the class merges itself."""
     _known_methods: ClassVar[tuple[str, ...]] = ("Seq2SeqTrainer.prediction_step",)
@@ -197,7 +200,7 @@ class PipelineMixin(_Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Makes a loader like Trainer, whose sampler and workers are those of the replica."""
-        with replaced(self, args=args_of_replica(self.args, self._num_replicas, self._replica)):
+        with replaced(self, args=args_with(self.args, world_size=self._num_replicas, process_index=self._replica)):
             return super()._get_dataloader(*args, **kwargs)
 
     def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
@@ -310,10 +313,12 @@ class PipelineMixin(_Trainer):
         return True
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        items = super()._get_num_items_in_batch(batch_samples, device)
-        if isinstance(items, Tensor) and not self.args.average_tokens_across_devices:
-            return items * self._pipeline_size  # Trainer has divided the number of this rank by the number of ranks with this batch
-        return items
+        with replaced(self.args, average_tokens_across_devices=False):
+            items = super()._get_num_items_in_batch(batch_samples, device)
+        if not isinstance(items, Tensor):
+            return items
+        items = items * (self._pipeline_size if self._is_counted else 0)  # Trainer has divided it by the number of ranks with this batch
+        return reduce_over_replicas(self._same_stages, items)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Logs, evaluates and saves like Trainer. A flag that a callback sets in `on_log` of a step on one rank counts on all."""
@@ -344,9 +349,13 @@ class PipelineMixin(_Trainer):
 
         With `predict_with_generate` of Seq2SeqTrainer, every rank generates by the whole model, and returns the tokens for logits.
         """
-        note_remainder(self.accelerator, inputs)
+        note_remainder(self.accelerator, inputs, self._num_replicas)
         if self._generates and not prediction_loss_only:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **generation)
+            loss, *predicted = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **generation)
+            if loss is not None and self._num_replicas > 1:
+                with torch.no_grad(), self._autocast():
+                    loss, _ = self._evaluated(self._prepare_inputs(inputs), [], True)
+            return (loss, *predicted)
         inputs = self._prepare_inputs(inputs)
         refuse_different_batches(self.pipeline, inputs)
         if ignore_keys is None:
@@ -370,7 +379,18 @@ class PipelineMixin(_Trainer):
         count_samples(dataloader)
         self.pipeline._steps.gather(None, f"starting the {description.lower()} of Trainer")  # an error if a rank does not
         with self._gathering(everywhere=True) if self._generates else nullcontext():
-            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+            output = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        return output if (count := num_read(dataloader)) is None else output._replace(num_samples=count)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates like Trainer, which counts the steps by the number of processes, here of replicas."""
+        with replaced(self, args=args_with(self.args, world_size=self._num_replicas)):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predicts like Trainer, which counts the steps by the number of processes, here of replicas."""
+        with replaced(self, args=args_with(self.args, world_size=self._num_replicas)):
+            return super().predict(*args, **kwargs)
 
     @property
     def _generates(self) -> bool:
@@ -394,8 +414,17 @@ class PipelineMixin(_Trainer):
             return self._whole_outputs.of(self.pipeline, arguments, samples, min(samples, self._num_microbatches))
 
     def _evaluated(self, inputs: dict[str, Any], ignored: list[str], loss_only: bool) -> tuple[Tensor, Any]:
-        """Returns the loss of this replica's batch and the outputs that `compute_loss` returns, on every rank."""
-        num_items = self._get_num_items_in_batch([inputs], self.args.device)
+        """Returns, on every rank, the loss of the batch of all replicas and the outputs that `compute_loss` returns for this replica's.
+
+        Samples that fill the last batch do not count. A replica runs its other samples only, at least one, and all run equally many
+        microbatches. The first row of its outputs takes the place of the others, which Trainer drops.
+        """
+        dims = self._options.get("batch_dims")
+        samples = num_samples(inputs, dims)
+        counts = nums_counted(self.accelerator, samples, self._num_replicas)
+        own = max(counts[self._replica], 1)
+        whole, inputs = inputs, inputs if own == samples else samples_of(inputs, range(own), dims)
+        count = min(self._computed.num_microbatches(whole), max(counts[-1], 1))
         returns_outputs = self._needs_outputs(loss_only)
         batch: Batch | None = None
 
@@ -403,7 +432,7 @@ class PipelineMixin(_Trainer):
             nonlocal batch
             if batch is not None:
                 self._computed.drop(batch)
-            batch = self._computed.begin(inputs, num_items, 1.0, count, trains=False, returns_outputs=returns_outputs)
+            batch = self._computed.begin(whole, num_items, 1.0, count, trains=False, returns_outputs=returns_outputs, counted=inputs)
             _, output = self.pipeline.eval_step(batch.arguments, batch.targets, num_microbatches=count)
             found = None
             if output is not None:
@@ -412,10 +441,13 @@ class PipelineMixin(_Trainer):
                 found = self._computed.own_loss(batch), _values(outputs, (*ignored, "loss"), rest)
             return self._from_last_stage(found)
 
-        found = self._of_whole_batch(run, inputs, (loss_only, returns_outputs))
+        with replaced(self, _is_counted=counts[self._replica] > 0):
+            num_items = self._get_num_items_in_batch([inputs], self.args.device)
+            loss, outputs = self._of_whole_batch(run, inputs, (loss_only, returns_outputs), count)
         assert batch is not None
         self._computed.finish(batch)
-        return found
+        loss = self._computed.loss_of_replicas(batch, loss)
+        return loss, outputs if own == samples else pytree.tree_map(partial(_with_rows, rows=own, samples=samples), outputs)
 
     def _outputs(self, inputs: dict[str, Any], ignored: list[str], loss_only: bool) -> tuple[None, Any]:
         """Returns the outputs of the model for a batch without labels, on every rank."""
@@ -425,15 +457,18 @@ class PipelineMixin(_Trainer):
             _, output = self.pipeline.eval_step([arguments] if count == 1 else arguments, num_microbatches=count)
             return self._from_last_stage(None if output is None or loss_only else _values(output, ignored, output))
 
-        return None, self._of_whole_batch(run, inputs, ())
+        return None, self._of_whole_batch(run, inputs, (), self._computed.num_microbatches(inputs))
 
-    def _of_whole_batch(self, run: Callable[[int], Any], inputs: dict[str, Any], form: tuple[bool, ...]) -> Any:
-        """Returns what a `run` of a batch gives, see `WholeOutputs.of_runs`."""
-        samples = num_samples(inputs, self._options.get("batch_dims"))
-        return self._whole_outputs.of_runs(run, (*form, *inputs), samples, self._computed.num_microbatches(inputs))
+    def _of_whole_batch(self, run: Callable[[int], Any], inputs: dict[str, Any], form: tuple[bool, ...], count: int) -> Any:
+        """Returns what a `run` of a batch in `count` microbatches gives, see `WholeOutputs.of_runs`."""
+        return self._whole_outputs.of_runs(run, (*form, *inputs), num_samples(inputs, self._options.get("batch_dims")), count)
 
     def _gather_among_replicas(self, tensor: Any) -> Any:
         return gather_over_replicas(self._same_stages, None, tensor)
+
+    def _gather_predictions(self, tensor: Tensor) -> Any:
+        """Gathers what `Accelerator.gather` has on one device: no rows of samples that fill the last batch, and all of the losses."""
+        return gather_over_replicas(self._same_stages, self.accelerator if tensor.ndim > 1 else None, tensor)
 
     def _reduce_among_replicas(self, tensor: Any, *args: Any, **options: Any) -> Any:
         return reduce_over_replicas(self._same_stages, tensor, *args, **options)
@@ -446,7 +481,7 @@ class PipelineMixin(_Trainer):
     @gather_function.setter
     def gather_function(self, function: Any) -> None:
         is_of_all_ranks = function == self.accelerator.gather  # Seq2SeqTrainer sets it
-        self._gather_function = self._gather_among_replicas if is_of_all_ranks else function
+        self._gather_function = self._gather_predictions if is_of_all_ranks else function
 
     @property
     def _has_last_stage(self) -> bool:
@@ -509,6 +544,13 @@ class PipelineTrainer(PipelineMixin, transformers.Trainer):
 def _values(outputs: Any, ignored: Sequence[str], other: Any) -> Any:
     """Returns the outputs of a model whose names are not ignored, or `other` if they have no names."""
     return tuple(value for name, value in outputs.items() if name not in ignored) if isinstance(outputs, Mapping) else other
+
+
+def _with_rows(leaf: Any, rows: int, samples: int) -> Any:
+    """Returns a tensor of so many `rows` with the first row repeated up to a row for each of `samples`."""
+    if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != rows:
+        return leaf
+    return torch.cat([leaf, leaf[:1].expand(samples - rows, *leaf.shape[1:])])
 
 
 class _Stages(nn.Module):
