@@ -121,6 +121,23 @@ class TwoHeads(nn.Module):
         return {"loss": losses[0] * scales[0] + losses[1] * scales[1] + self.log_scales.sum(), "kind": kind, "number": number}
 
 
+class FreshHead(nn.Module):
+    """A model whose head is zero at first, so that all samples have the same loss: a mean over samples of means over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = masked_model().bert
+        self.head = nn.Linear(16, 64).double()
+        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        logits = self.head(self.encoder(input_ids).last_hidden_state)
+        if labels is None:
+            return {"logits": logits}
+        losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return {"loss": (losses.sum(1) / (labels != -100).sum(1)).mean(), "logits": logits}
+
+
 def tokens(index: int) -> dict[str, Any]:
     """A sequence in which a number of labels does not count that differs between samples."""
     ids = torch.randint(1, 60, (12,), generator=torch.Generator().manual_seed(index))
@@ -530,6 +547,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mean, accumulated": {"kind": "Mean", "settings": {"gradient_accumulation_steps": 2}},
     "mean of full sequences": {"kind": "Mean", "data": full_tokens},
     "old signature": {"kind": "OldSignature"},
+    "fresh head": {"kind": "Trainer", "model": FreshHead},
     "focal": {"kind": "Focal", "model": classifier, "data": of_class},
     "weighted": {"kind": "Weighted", "model": classifier, "data": of_class, "loss_weight": lambda inputs: WEIGHTS[inputs["labels"]].sum()},
     "mean over attention_mask": {"kind": "Padded", "data": padded_tokens},

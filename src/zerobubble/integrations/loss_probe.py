@@ -8,7 +8,7 @@ no forward, and are repeated for the middle and the end of training, since a los
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,9 @@ SKIPPED = ("train_dataset", "eval_dataset")
 LOSS = "the loss"
 EXACT = 3e-6
 """The relative difference between numbers from one output of the model that the rounding of a loss in float32 explains."""
+NOISE = 4.0
+"""The size of random numbers in the products of random weights with inputs of size 1."""
+TRIES = 4
 TIMES = (0.0, 0.5, 1.0)
 """The parts of the rest of training after which a loss is asked."""
 
@@ -43,6 +46,7 @@ class Probe(Microbatches):
     Attributes:
         width: The number of microbatches of a group.
         num_groups: The number of groups. Further microbatches are padding.
+        rounding: The relative difference between numbers that the rounding of the model explains.
         start: The random states before each call.
         draws: Whether `compute_loss` draws random numbers.
         faults: What of `compute_loss` a pipeline cannot run.
@@ -53,6 +57,7 @@ class Probe(Microbatches):
 
     width: int = 0
     num_groups: int = 0
+    rounding: float = 0.0
     start: RandomStates | None = None
     draws: bool = False
     faults: list[str] = field(default_factory=list)
@@ -77,8 +82,12 @@ class Prober:
         self._calls = calls
         self._dims = dims
         halves = any(parameter.dtype in HALVES for parameter in trainer.model.parameters())
-        self._rounding = 3e-3 if halves or trainer.accelerator.mixed_precision != "no" else 2e-5  # of the model
+        self._rounding_of_weights = 3e-3 if halves else 2e-5
+        self._rounding = self._rounding_of_weights if trainer.accelerator.mixed_precision == "no" else 3e-3  # of the model
         self._uses_models = False
+        attention = getattr(getattr(trainer.model, "config", None), "_attn_implementation", None)
+        self.num_tries = 0 if "flash" in str(attention) else TRIES  # it runs in autocast only
+        """The number of other weights with which a loss may be asked."""
 
     def prepared(self, inputs: Any, rows: Sequence[int], items: Any, *, trains: bool) -> Probe:
         """Returns a probe of these samples of a batch, also with other labels if these are classes, with the arguments of the model."""
@@ -101,11 +110,19 @@ class Prober:
                 probe.draws |= not RandomStates.now(device).is_same_as(probe.start)
         return probe
 
-    def play(self, probe: Probe) -> None:
-        """Runs forward of the microbatches, and gives the probe of every rank what `compute_loss` gave on the rank of the last stage."""
+    def play(self, probe: Probe, seed: int | None = None) -> None:
+        """Runs forward of the microbatches, and gives the probe of every rank what `compute_loss` gave on the rank of the last stage.
+
+        With a `seed`, the last stage has other weights, since a fresh model may give all samples the same loss, and there is no autocast.
+        """
         trainer = self._trainer
         count = trainer._num_microbatches
-        with states_restored(None, trainer.args.device), unchanged(trainer, SKIPPED), torch.no_grad(), trainer._autocast():
+        probe.numbers, probe.outputs, probe.comparisons = [], [], []
+        probe.rounding = self._rounding if seed is None else self._rounding_of_weights
+        with states_restored(None, trainer.args.device), unchanged(trainer, SKIPPED), torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(trainer._autocast() if seed is None else torch.autocast(trainer.args.device.type, enabled=False))
+            if seed is not None and trainer._has_last_stage:
+                stack.enter_context(_other_weights(trainer.pipeline.parameters(), seed))
             for first in range(0, len(probe.parts), count):
                 trainer.pipeline.eval_step(probe.arguments[first : first + count], probe.targets[first : first + count])
         has_answers = probe.numbers or probe.faults
@@ -123,7 +140,7 @@ class Prober:
                 probe.outputs.append(JoinedOutput.sample(output))
                 if place == probe.width - 1:
                     numbers = probe.numbers[-probe.width :]
-                    probe.comparisons += [Comparison(group, numbers, self._rounding), *self._from_one_output(probe, group, output)]
+                    probe.comparisons += [Comparison(group, numbers, probe.rounding), *self._from_one_output(probe, group, output)]
             except Exception as error:  # noqa: BLE001 - the user's function may raise anything, and all ranks name it
                 probe.faults.append(str(error) if isinstance(error, InputError) else self._raised(error, probe.parts[index]))
         return torch.zeros((), device=self._trainer.args.device)
@@ -161,7 +178,7 @@ class Prober:
         first = group * probe.width
         *alone, together = probe.arguments[first : first + probe.width]
         joined = JoinedOutput(output, probe.outputs[-probe.width : -1], (together, alone))
-        tolerance = self._rounding if self._uses_models else EXACT
+        tolerance = probe.rounding if self._uses_models else EXACT
         for sums in (False, True) if joined.has_numbers else (None,):
             for state in self._later_states() if joined.is_cut and probe.width > 2 else []:
                 try:
@@ -198,6 +215,21 @@ class Prober:
     def _raised(self, error: Exception, microbatch: Any) -> str:
         count, reason = num_samples(microbatch, self._dims), f"{type(error).__name__}: {error}"
         return f"{self._calls.name} fails for a microbatch of size {count}, and a pipeline calls it for each microbatch: {reason}"
+
+
+@contextmanager
+def _other_weights(parameters: Iterable[nn.Parameter], seed: int) -> Iterator[None]:
+    """A context in which random numbers are added to matrices, so large that the losses of samples differ."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    before = [(matrix, matrix.detach().clone()) for matrix in parameters if matrix.ndim > 1 and matrix.is_floating_point()]
+    try:
+        for matrix, _ in before:
+            noise = torch.randn(matrix.shape, generator=generator, device="cpu").mul_(NOISE / matrix.shape[-1] ** 0.5)
+            matrix.add_(noise.to(matrix))
+        yield
+    finally:
+        for matrix, values in before:
+            matrix.copy_(values)
 
 
 @contextmanager

@@ -116,7 +116,7 @@ class TrainerLoss:
         rules = self._rules.get(key, {})
         is_new = self._has_new_labels(inputs, trains=trains) | self._has_new_modes(trains=trains)
         if self._is_due(rules, batch, is_new=is_new):
-            rules = self._rules[key] = self._found_out(inputs, items, trains, rules)
+            rules = self._rules[key] = self._found_out(inputs, batch, rules)
         batch.rules = {name: left[0] for name, left in rules.items()}
         batch.shares = batch.rules[LOSS].shares(batch.parts)
         if (replicas := self._trainer._num_replicas) > 1:
@@ -195,7 +195,7 @@ class TrainerLoss:
         """Finds out the rules of a batch again, before the optimizer steps, if its loss is the first that is not finite."""
         was_finite, self._is_finite = self._is_finite, not self._in_any_replica(not loss.isfinite())
         if was_finite and not self._is_finite and len(batch.parts) > 1:
-            self._found_out(inputs, batch.items, True, {name: [rule] for name, rule in batch.rules.items()})
+            self._found_out(inputs, batch, {name: [rule] for name, rule in batch.rules.items()})
 
     def drop(self, batch: Batch) -> None:
         """Ends a batch as if it had not begun: random states are those before it, and it logs nothing."""
@@ -272,18 +272,35 @@ class TrainerLoss:
 
     # The rules
 
-    def _found_out(self, inputs: Any, items: Any, trains: bool, before: dict[str, list[Rule]]) -> dict[str, list[Rule]]:
-        """Returns, by name of a number, the rules that may apply. Raises `InputError` on every rank if there are no such rules."""
+    def _found_out(self, inputs: Any, batch: Batch, before: dict[str, list[Rule]]) -> dict[str, list[Rule]]:
+        """Returns, by name of a number, the rules that may apply to the samples of a batch, of which those of the loss are alike for it.
+
+        Raises `InputError` on every rank if there are no such rules.
+        """
         of_model = getattr(getattr(self._trainer.model, "config", None), "semantic_loss_ignore_index", IGNORED)
         ignored = tuple(dict.fromkeys((of_model, *OFTEN_IGNORED)))
         shifts = self._trainer._loss_shifts_labels
         candidates = rules_of(inputs, lambda batch: num_samples(batch, self._dims), shifts=shifts, ignored=ignored)
         candidates += [self._weighted] if self._weighted else []
-        probe = self._probed(inputs, self._rows(inputs, candidates), items, trains=trains)
+        probe = self._probed(inputs, self._rows(inputs, candidates), batch.items, trains=batch.trains)
         names = dict.fromkeys(name for comparison in probe.comparisons for numbers in comparison.numbers for name in numbers)
         if self._trainer._num_microbatches == 1:
             return self._agreed({name: [self._rule_of_whole_batch(probe)] for name in names})
-        return self._agreed({name: self._fitting(candidates, name, probe, before.get(name, candidates)) for name in names})
+        rules = {name: self._fitting(candidates, name, probe, before.get(name, candidates)) for name in names}
+        for seed in range(self._prober.num_tries):
+            if not self._in_any_replica(differ(rules[LOSS], batch.parts)):
+                break
+            self._play(probe, seed)
+            rules[LOSS] = self._left(rules[LOSS], LOSS, probe) or rules[LOSS]
+        rules = self._agreed(rules)
+        if self._in_any_replica(differ(rules[LOSS], batch.parts)):
+            raise InputError(
+                "the loss of {name} is {rules}, and its samples leave open which",
+                name=self._calls.name,
+                rules=" or ".join(rule.name for rule in rules[LOSS]),
+                remedy="give loss_weight, which returns what the mean of a microbatch divides by",
+            )
+        return rules
 
     def _rule_of_whole_batch(self, probe: Probe) -> Rule:
         """Returns how the loss of all replicas follows from theirs, which are not cut: as a sum if each is a share of all items."""
@@ -324,20 +341,28 @@ class TrainerLoss:
 
     def _probed(self, inputs: Any, rows: list[int], items: Any, *, trains: bool) -> Probe:
         """Returns a probe of these samples, the same on every rank, or raises `InputError` for what of `compute_loss` cannot run."""
-        self._batch = probe = self._prober.prepared(inputs, rows, items, trains=trains)
-        self._prober.play(probe)
-        self._batch = None
+        probe = self._prober.prepared(inputs, rows, items, trains=trains)
+        self._play(probe)
         if probe.faults:
             raise InputError("{faults}", faults=probe.faults[0])
         self._draws[trains] |= probe.draws
         return probe
+
+    def _play(self, probe: Probe, seed: int | None = None) -> None:
+        self._batch = probe
+        self._prober.play(probe, seed)
+        self._batch = None
+
+    def _left(self, rules: list[Rule], name: str, probe: Probe) -> list[Rule]:
+        """Returns the rules that a number follows in all comparisons of a probe."""
+        return [rule for rule in rules if all(one.fits(rule, name, probe.samples_of(one)) for one in probe.comparisons)]
 
     def _fitting(self, candidates: list[Rule], name: str, probe: Probe, before: list[Rule]) -> list[Rule]:
         """Returns the rules that a number follows in all comparisons, of those that it has followed so far."""
         is_weighted = self._weighted is not None and name == LOSS
         allowed = [self._weighted] if self._weighted is not None and is_weighted else candidates
         allowed = [rule for rule in allowed if any(rule.name == other.name for other in before)]
-        left = [rule for rule in allowed if all(one.fits(rule, name, probe.samples_of(one)) for one in probe.comparisons)]
+        left = self._left(allowed, name, probe)
         if left or (is_weighted and self._draws[probe.trains]):
             return left or allowed
         raise self._refused(name, allowed, probe)
