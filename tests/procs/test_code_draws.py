@@ -257,6 +257,38 @@ def test_schedules_that_would_draw_in_another_order_are_refused(schedule: zb.Sch
         split(0, schedule.num_stages)
 
 
+LOG: list[float] = []
+
+
+class ReadsLength(Drawing):
+    """Has every stage find the form of the first layer's output, which draws and is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = DrawingPart()
+        self.layers[0].register_forward_hook(lambda _, __, output: LOG.append(float(output.detach().square().mean())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        x = self.layers[1](first)[:, : first.size(1)]
+        result: Tensor = self.layers[3](self.layers[2](x))
+        return result
+
+
+def test_the_code_and_the_hooks_of_a_part_take_effect_on_its_own_stage_alone() -> None:
+    split = zb.split(made(ReadsLength), example=torch.ones(2, 3, WIDTH, dtype=torch.float64), cuts=["layers.2"])
+    first, second = split(0, 2), split(1, 2)
+    seeded(2)
+    LOG.clear()
+    for length in (3, 5, 7):
+        sent = first(torch.randn(2, length, WIDTH, dtype=torch.float64))
+        before, logged = np.random.get_state()[1:3], list(LOG)
+        second(**sent)
+        assert str(np.random.get_state()[1:3]) == str(before)
+        assert logged == LOG
+    assert len(LOG) == 3
+
+
 def drawing_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target) * np.random.rand()
 

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from zerobubble.runtime.stage.slices import only_shapes
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
 from zerobubble.runtime.values.python_objects import is_of_library
+from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.random_state import forked
 from zerobubble.runtime.values.stateful import state_of, tensors_inside
 
@@ -113,8 +114,8 @@ class ShapeOnlyUnit:
         """Returns whether an attribute has changed since code around the units read it."""
         return any(self._attribute(name) is not value for name, value in self._read.items() if name in self.original.__dict__)
 
-    def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Seen:
-        """Returns the effect of the unit for arguments of these shapes.
+    def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, restores: bool = False) -> Seen:
+        """Returns the effect of the unit for arguments of these shapes. `restores` the Python state that its code changes elsewhere.
 
         Raises `InputError` for a unit that cannot run without its weights, and for one that stores tensors elsewhere than in its output.
         """
@@ -123,7 +124,8 @@ class ShapeOnlyUnit:
         if key in self._by_numbers:
             key += tuple(map(_integers, given.leaves))
         if key not in self._remembered:
-            self._remembered[key] = self._found_or_shared(key, given, training=training)
+            with PythonState(self.original).restored() if restores else nullcontext():
+                self._remembered[key] = self._found_or_shared(key, given, training=training)
             while len(self._remembered) > _REMEMBERED:
                 self._remembered.popitem(last=False)
         return self._remembered[key]

@@ -93,7 +93,7 @@ class StageForward:
             leaves = self._received[call]
             output, recorded, put = called.form.filled([_copied(leaf) for leaf in leaves] if called.changed_later else leaves)
         else:
-            form = stand_in.shape_only.seen(args, kwargs, training=stand_in.training).form
+            form = stand_in.shape_only.seen(args, kwargs, training=stand_in.training, restores=True).form
             output, recorded, put = placeholder(form, device_of(args, kwargs), writable=called.changed_later)
         self._recorder.append(recorded)
         put_into(mappings_in(args, kwargs), put)
