@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -255,6 +255,99 @@ def test_schedules_that_would_draw_in_another_order_are_refused(schedule: zb.Sch
     split = zb.split(made(Mixup), example=batch(0)[0][:2]).for_schedule(schedule)
     with pytest.raises(zb.InputError):
         split(0, schedule.num_stages)
+
+
+class DropsLater(Drawing):
+    """Scales layers by numbers that it draws from the third step on."""
+
+    def __init__(self, draw: Callable[[], float], *, counts: bool = True) -> None:
+        super().__init__()
+        self.draw, self.counts = draw, counts
+        self.calls, self.rate = 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        rate = 0.5 * (self.calls > 2 * MICROBATCHES) if self.counts else self.rate
+        for layer in self.layers:
+            y = layer(x)
+            x = x + (y * (self.draw() >= rate) if rate else y)
+        return x
+
+
+def first_draws(group: Any, name: str, draw: Callable[[], float]) -> tuple[list[float], str, bool]:
+    """The losses of steps, the error of the one that draws first, and whether it leaves the weights as they are."""
+    model, found = made(lambda: DropsLater(draw)), []
+    with zb.Pipeline(zb.split(model, example=batch(0)[0][:2]), name, MICROBATCHES, nn.functional.mse_loss, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        try:
+            for step in range(STEPS):
+                before = [parameter.clone() for parameter in pipe.parameters()]
+                found.append(pipe.step(*batch(step)).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        except zb.PipelineError as error:
+            return found, str(error), all(map(torch.equal, before, pipe.parameters()))
+    return found, "", False
+
+
+def of_torch() -> float:
+    return torch.rand(()).item()
+
+
+def of_numpy() -> float:
+    return np.random.rand()
+
+
+def of_python() -> float:
+    return random.random()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(("draw", "generator"), [(of_numpy, "NumPy"), (of_python, "Python"), (of_torch, "torch")])
+def test_draws_that_begin_in_a_later_step_are_refused_in_that_step(
+    world: Ranks, draw: Callable[[], float], generator: str, name: str
+) -> None:
+    expected, _ = on_one_device(lambda: DropsLater(draw), 2)
+    for losses, error, are_same in world.run(first_draws, name, draw, ranks=2):
+        assert losses == pytest.approx(expected[:2], rel=0, abs=1e-9)
+        assert "InputError" in error
+        assert generator in error
+        assert are_same
+
+
+def scheduled(model: DropsLater, step: Callable[..., Tensor], parameters: Iterable[nn.Parameter]) -> list[float]:
+    """The losses of steps whose loop begins the draws."""
+    optimizer, found = torch.optim.SGD(parameters, lr=0.1), []
+    seeded(2)
+    for number in range(STEPS):
+        model.rate = 0.5 * (number > 0)
+        found.append(step(*batch(number)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def scheduled_on_ranks(group: Any, name: str, draw: Callable[[], float]) -> list[float]:
+    model = made(lambda: DropsLater(draw, counts=False))
+    assert isinstance(model, DropsLater)
+    with zb.Pipeline(zb.split(model, example=batch(0)[0][:2]), name, MICROBATCHES, nn.functional.mse_loss, group=group) as pipe:
+        return scheduled(model, pipe.step, pipe.parameters())
+
+
+@pytest.mark.parametrize("draw", [of_numpy, of_python])
+def test_draws_that_an_attribute_begins_are_those_of_one_device(world: Ranks, draw: Callable[[], float]) -> None:
+    model = made(lambda: DropsLater(draw, counts=False))
+    assert isinstance(model, DropsLater)
+
+    def step(*given: Tensor) -> Tensor:
+        losses = [nn.functional.mse_loss(model(x), y) / MICROBATCHES for x, y in zip(*(t.chunk(MICROBATCHES) for t in given), strict=True)]
+        total = torch.stack(losses).sum()
+        total.backward()
+        return total
+
+    expected = scheduled(model, step, model.parameters())
+    for found in world.run(scheduled_on_ranks, "1f1b", draw, ranks=2):
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 LOG: list[float] = []

@@ -103,6 +103,10 @@ class DeviceInterface:
         """Returns the device's default generator."""
         raise self.lacks("random generator")
 
+    def is_capturing(self) -> bool:
+        """Returns whether a graph is being captured, which forbids to read the state of the generator."""
+        return False
+
     def free_bytes(self) -> int:
         """Returns the free memory in bytes."""
         raise self.lacks("count of free memory")
@@ -214,6 +218,9 @@ class Accelerator(DeviceInterface):
         index = torch.accelerator.current_device_index() if self.device.index is None else self.device.index
         found: torch.Generator = generators[index]
         return found
+
+    def is_capturing(self) -> bool:
+        return bool(getattr(self._module, "is_current_stream_capturing", lambda: False)())
 
     def free_bytes(self) -> int:
         return int(self._feature("mem_get_info", "count of free memory")(self.device)[0])

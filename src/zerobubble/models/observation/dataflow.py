@@ -95,8 +95,8 @@ class Dataflow:
     `together` are units between which the model cannot be cut. `changes_inputs` is True if code around the units changes the model's
     arguments in place. `marked` are the units before which it calls `pipe_split()` of torch.distributed.pipelining, with None for a call
     that no unit follows before the next call or the end. `drawn` are the generators of Python, NumPy and the model that this code draws
-    from, by path, with the number of unit calls before the last draw. `reads_draws` is True if it reads random numbers of torch, such as by
-    `item`.
+    from, by path, with the number of unit calls before the last draw. `places` are the numbers of unit calls before its draws from torch's
+    default generators. `reads_draws` is True if it reads such numbers, as by `item`.
     """
 
     calls: Mapping[UnitCall, CallRecord]
@@ -105,6 +105,7 @@ class Dataflow:
     changes_inputs: bool = False
     marked: tuple[str | None, ...] = ()
     drawn: Mapping[str, int] = field(default_factory=dict)
+    places: frozenset[int] = frozenset()
     reads_draws: bool = False
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.python_places import Content, GeneratorState
@@ -12,9 +13,14 @@ REMEDY = "draw them with torch's functions, without a generator of your own, or 
 
 
 class DrawnAround:
-    """Finds which of the `generators`, by path, the code around the units has moved in a forward, and which the units have."""
+    """Finds which of the `generators`, by path, the code around the units has moved in a forward, and which the units have.
 
-    def __init__(self, generators: Mapping[str, GeneratorState]) -> None:
+    `of_torch` returns what differs after a draw from torch's default generators. `places` are the numbers of unit calls before such draws.
+    """
+
+    def __init__(self, generators: Mapping[str, GeneratorState], of_torch: Callable[[], Any] = lambda: None) -> None:
+        self._of_torch, self._torch_now = of_torch, of_torch()
+        self.places: set[int] = set()
         self._generators = generators
         self._states = _read(generators)
         self._by_code: dict[str, int] = {}
@@ -23,10 +29,13 @@ class DrawnAround:
     def leave_code(self, num_calls: int) -> None:
         """Ends code around the units, behind this number of calls of units."""
         self._by_code |= dict.fromkeys(self._moved(), num_calls)
+        if self._of_torch() != self._torch_now:
+            self.places.add(num_calls)
 
     def leave_unit(self, unit: str) -> None:
         """Ends a call of a unit."""
         self._by_units |= dict.fromkeys(self._moved(), unit)
+        self._torch_now = self._of_torch()
 
     @property
     def units_draw(self) -> bool:

@@ -41,9 +41,9 @@ from zerobubble.models.observation.stand_in import Current, StandIn, blank, devi
 from zerobubble.models.observation.units import Units, join, modules_outside
 from zerobubble.runtime.split.python_state.identity import Identity
 from zerobubble.runtime.values.added_losses import collecting_losses
-from zerobubble.runtime.values.python_places import Content, generator_place
+from zerobubble.runtime.values.python_places import Content, GeneratorState, generator_place
 from zerobubble.runtime.values.python_state import PythonState
-from zerobubble.runtime.values.random_state import forked, seed_generators
+from zerobubble.runtime.values.random_state import devices_with_generators, forked, seed_generators, states_of
 from zerobubble.runtime.values.shared_values import sent
 
 _REMEMBERED = 64
@@ -162,7 +162,9 @@ class ObservedModel:
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # some models change their arguments in place
         given = {source_tracker.note(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         with self._in_mode(training=training):  # the code of parts may change objects outside of their shape-only copies
-            observed = _Observed(source_tracker, self._record, self._states, DrawnAround(self._python.generators()))
+            devices = devices_with_generators(self._parameters, around)
+            draws = DrawnAround(self._python.generators(), lambda: (source_tracker.draws, states_of(devices)))
+            observed = _Observed(source_tracker, self._record, self._states, draws)
             with (
                 self._buffers_restored(),
                 self._running(observed),
@@ -189,6 +191,7 @@ class ObservedModel:
             changes_inputs=not given.isdisjoint(source_tracker.written),
             marked=observed.marked(),
             drawn=observed.draws.drawn(),
+            places=frozenset(observed.draws.places),
             reads_draws=source_tracker.reads_draws,
         )
 
@@ -231,6 +234,11 @@ class ObservedModel:
                 seed_generators(seed, device_of(args, kwargs))
             self._run(args, kwargs, meta=any(leaf.is_meta for leaf in around))
             return {name: generators[name].read() for name in states}
+
+    def generators(self) -> dict[str, GeneratorState]:
+        """Returns the generators of Python, NumPy and the code around the units, by path."""
+        found = self._python.generators()
+        return {path: generator for path, generator in found.items() if not any(path.startswith(f"{unit}.") for unit in self._units.units)}
 
     def _tracker(self, *, meta: bool) -> SourceTracker:
         tracker = SourceTracker(self._model.named_buffers(), self._held, self._buffers, self._sole_holders, meta=meta)
@@ -375,6 +383,7 @@ class _Observed:
 
     def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = stand_in.shape_only.name
+        _refuse_transformed(name, pytree.tree_leaves((args, kwargs)))
         self.draws.leave_code(self.num_calls)
         try:
             return self._called(name, stand_in, args, kwargs)
@@ -387,7 +396,6 @@ class _Observed:
         call = UnitCall(name, self._counts[name])
         self._counts[name] += 1
         self._tracker.changed_inside.pop(name, None)
-        _refuse_transformed(name, pytree.tree_leaves((args, kwargs)))
         sources = self._tracker.sources_in((args, kwargs))
         if active_lists():
             self._record()

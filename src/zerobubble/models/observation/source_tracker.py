@@ -89,7 +89,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         """The ids of the storages that tracked code has written to."""
         self._noted: dict[int, object] = {}
-        self._draws = 0
+        self.draws = 0
+        """Number of random numbers of torch, or tensors of them, that tracked code has drawn."""
         self.reads_draws = False
         """Whether tracked code has read random numbers."""
         self.marks = 0
@@ -197,8 +198,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def _draw(self, operation: str, sources: Sources) -> RandomDraw:
-        self._draws += 1
-        return RandomDraw(self._draws, operation, tuple(sorted({source.unit for source in sources if isinstance(source, UnitCall)})))
+        self.draws += 1
+        return RandomDraw(self.draws, operation, tuple(sorted({source.unit for source in sources if isinstance(source, UnitCall)})))
 
     def _hand_on(self, sources: Sources, output: Any) -> None:
         for leaf in pytree.tree_leaves(output):

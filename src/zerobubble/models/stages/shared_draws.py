@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.drawn_around import REMEDY, drawn_by_both
-from zerobubble.runtime.values.python_places import Content, GeneratorState
-from zerobubble.runtime.values.python_state import PythonState, named_generators
-from zerobubble.runtime.values.random_state import RandomState, seed_generators
+from zerobubble.runtime.device import interface
+from zerobubble.runtime.values.python_places import Content, GeneratorState, generator_place
+from zerobubble.runtime.values.python_state import TORCH, PythonState, named_generators
+from zerobubble.runtime.values.random_state import RandomState, generators_of, seed_generators
 
 States = dict[str, Content]
 """States of generators, by path."""
@@ -111,6 +112,56 @@ class SharedDraws:
             self._generators.write(self._of_rank)
         if self._of_units is not None and self._of_code is None:  # otherwise a unit failed, and the state is already that of the rank
             self._of_units.set()
+
+
+class LateDraws:
+    """Refuses draws of the code around the units where it drew none when it was observed, since each stage would draw its own numbers.
+
+    `generators` are those that stages do not share, by path. Torch's of the CPU and of `device` may move at these `places` (see
+    `Dataflow`), anywhere if these are None. A thread of the user may draw meanwhile: a generator must move twice, within two forwards.
+    """
+
+    def __init__(self, generators: Mapping[str, GeneratorState], device: torch.device, places: frozenset[int] | None) -> None:
+        of_torch = () if places is None else generators_of(device)
+        watched = [*generators.values(), *(place for generator in of_torch if (place := generator_place(TORCH, generator)) is not None)]
+        self._paths = [place.path for place in watched]
+        self._of_all = [place.mark for place in watched]
+        self._device = device
+        self._places = frozenset() if places is None else places
+        self._forwards = 0
+        self._moved: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Begins a forward."""
+        self._forwards += 1
+        self._marks = [] if interface(self._device).is_capturing() else self._of_all
+        self.leave_unit("", 0)
+
+    def leave_unit(self, unit: str, num_calls: int) -> None:
+        """Begins code behind a unit, and behind this number of calls of units."""
+        self._unit, self._num_calls = unit, num_calls
+        self._before = [mark() for mark in self._marks]
+
+    def leave_code(self, num_calls: int) -> None:
+        """Ends code around the units, behind this number of calls of units. Raises `InputError` if that code has drawn."""
+        now = [mark() for mark in self._marks]
+        if now == self._before:
+            return
+        for path in [path for path, mark, before in zip(self._paths, now, self._before, strict=True) if mark != before]:
+            if path == TORCH and not self._places.isdisjoint(range(self._num_calls, num_calls + 1)):
+                continue
+            last, self._moved[path] = self._moved.get(path, -1), self._forwards
+            if last >= self._forwards - 1:
+                raise self._drawn(path)
+
+    def _drawn(self, path: str) -> InputError:
+        return InputError(
+            "the model's code draws random numbers from {generator} {where}, where it drew none before: stages draw different numbers",
+            generator=named_generators([path]),
+            where=f"behind part {self._unit!r}" if self._unit else "before the first part of a stage",
+            remedy="let it draw in every forward and ignore numbers at first, or let your loop set an attribute of the model that starts "
+            "the draws; a thread that draws meanwhile needs a generator of its own",
+        )
 
 
 class CodeGenerators:

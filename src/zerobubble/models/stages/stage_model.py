@@ -45,7 +45,7 @@ from zerobubble.models.observation.stand_in import Current, StandIn, device_of, 
 from zerobubble.models.observation.units import Units
 from zerobubble.models.stages.code_values import CodeValues
 from zerobubble.models.stages.set_elsewhere import SetElsewhere
-from zerobubble.models.stages.shared_draws import CodeGenerators, DrawsMessage, DrawsMessages, SharedDraws, unpacked
+from zerobubble.models.stages.shared_draws import CodeGenerators, DrawsMessage, DrawsMessages, LateDraws, SharedDraws, unpacked
 from zerobubble.models.stages.slice_cache import SliceArguments
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.buffers import making_tensors
@@ -75,9 +75,16 @@ class StageForward:
     """One forward of a stage: the received outputs of other stages' units, and the outputs of its own."""
 
     def __init__(
-        self, flow: Dataflow, received: Mapping[UnitCall, Leaves], last_call: UnitCall | None, draws: SharedDraws | None = None
+        self,
+        flow: Dataflow,
+        received: Mapping[UnitCall, Leaves],
+        last_call: UnitCall | None,
+        late: LateDraws,
+        draws: SharedDraws | None = None,
     ) -> None:
         self.draws = draws
+        self._late = late
+        self._num_calls = 0
         self._flow = flow
         self._received = received
         self._last_call = last_call
@@ -104,6 +111,7 @@ class StageForward:
 
     def note(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Records the `output` of one of this stage's units, and returns the caller's value. Raises `_StageIsDoneError` after the last."""
+        self._late.leave_unit(unit, self._num_calls + 1)
         if self.draws is not None:
             output = self.draws.leave_unit(unit, output)
         call = self._next_call(unit)
@@ -135,9 +143,14 @@ class StageForward:
             )
         return found
 
+    def leave_code(self) -> None:
+        """Ends code around the units, before a unit of this stage or at the end of the forward."""
+        self._late.leave_code(self._num_calls)
+
     def _next_call(self, unit: str) -> UnitCall:
         call = UnitCall(unit, self._counts[unit])
         self._counts[unit] += 1
+        self._num_calls += 1
         if call not in self._flow.calls:
             raise InputError(
                 "{call} runs with this microbatch and did not run with others like it: {reason}",
@@ -169,15 +182,22 @@ class _Current(Current):
     def enter_unit(self) -> None:
         """Begins a unit of the stage. Without a current forward, the backward pass is recomputing it."""
         forward = getattr(self, "forward", None)
-        if forward is not None and forward.draws is not None:
+        if forward is None:
+            return
+        forward.leave_code()
+        if forward.draws is not None:
             forward.draws.enter_unit()
 
 
 class _Boundaries(NamedTuple):
-    """What crosses the boundaries in a forward, and the generators that the code around the units draws from, None without any."""
+    """What crosses the boundaries in a forward, and the generators that the code around the units draws from, None without any.
+
+    `late` refuses draws from others.
+    """
 
     crossing: Crossings
     generators: CodeGenerators | None
+    late: LateDraws
 
 
 class _StageCode:
@@ -213,16 +233,21 @@ class _StageCode:
         """Runs `forward`, the model's own, until the last unit of the stage has returned; see `stage_model` for the values."""
         original, crossed, shared = self._arguments(model, args, kwargs)
         completed = self._slices.completed(model, *original)
-        crossing, self.generators = self._boundaries(model, *completed)
+        crossing, self.generators, late = self._boundaries(model, *completed)
         draws = self._draws(model, completed, crossing, self.generators, shared)
         # the next stage gets the unchanged inputs
         args, kwargs = pytree.tree_map(_copied, completed) if crossing.flow.changes_inputs else completed
         last_call = None if self._is_last else crossing.last_calls[self._stage]
+        if len(crossed) != len(crossing.arriving[self._stage]):
+            message = "stage {stage} receives other values than its code uses: {reason}"
+            raise InputError(message, stage=self._stage, reason=_SELECTS, remedy=_SELECT_INSIDE)
         received = dict(zip(crossing.arriving[self._stage], crossed, strict=True))
         has_gradients = torch.is_grad_enabled()
-        progress = self._current.forward = StageForward(crossing.flow, received, last_call, draws)
+        progress = self._current.forward = StageForward(crossing.flow, received, last_call, late, draws)
+        late.begin()
         try:
             output = forward(*args, **kwargs) if self._is_last or last_call is not None else None
+            progress.leave_code()
             if draws is not None:
                 draws.finish()
             if self._is_last:
@@ -313,7 +338,10 @@ class _StageCode:
             self._have_modules_called(model)
             self._refuse_draws(flow.drawn)
             generators = CodeGenerators(model, flow.drawn) if flow.drawn else None
-            found = self._of_flows[id(flow)] = _Boundaries(crossings(flow, self._cut), generators)  # holds the flow: its id stays unique
+            crossing = crossings(flow, self._cut)
+            others = {path: generator for path, generator in self._observed.generators().items() if path not in flow.drawn}
+            late = LateDraws(others, device_of(args, kwargs), None if crossing.shares_draws else flow.places)
+            found = self._of_flows[id(flow)] = _Boundaries(crossing, generators, late)  # holds the flow: its id stays unique
             while len(self._of_flows) > self._REMEMBERED:
                 self._of_flows.popitem(last=False)
         return found

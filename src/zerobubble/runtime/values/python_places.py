@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import itertools
@@ -9,7 +10,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from operator import is_, length_hint
 from types import GeneratorType, MemberDescriptorType
@@ -287,6 +288,28 @@ def _position(iterator: Any) -> Content:
 
 class GeneratorState(Numbers):
     """The state of a random generator, as a Python literal."""
+
+    @cached_property
+    def mark(self) -> Callable[[], Any]:
+        """Returns a value that differs after a draw, much faster than `read`. NumPy's second normal number of a pair moves nothing."""
+        words = _words_of(self.owner)
+        if words is None:
+            return self._get
+        return lambda: (bytes(words), getattr(self.owner, "gauss_next", None))
+
+
+def _words_of(generator: Any) -> Any:
+    """Returns the memory of a Mersenne Twister of Python or NumPy, None for others. It takes 0.2 us to read; `getstate` takes 12 us."""
+    if isinstance(generator, random.Random):
+        words = (ctypes.c_uint32 * _WORDS).from_address(id(generator) + object.__basicsize__)
+        index, *state = words
+        return words if (*state, index) == generator.getstate()[1] else None
+    bits: Any = getattr(generator, "_bit_generator", None)
+    return (ctypes.c_uint32 * _WORDS).from_address(bits.ctypes.state_address) if type(bits).__name__ == "MT19937" else None
+
+
+_WORDS = 625
+"""The words of a Mersenne Twister, and the place in them."""
 
 
 def generator_place(path: str, value: Any) -> GeneratorState | None:

@@ -62,12 +62,14 @@ _OF_NAMESPACES = ("argparse", "collections", "torch.utils.data.dataloader", "tor
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 GENERATORS = ("random", "numpy.random")
 """The paths of the global generators of Python and NumPy."""
+TORCH = "torch"
+"""The path of torch's default generators."""
 _MOST_ENTRIES = 2000
 
 
 def named_generators(names: Iterable[str]) -> str:
     """Describes generators by their paths."""
-    of_libraries = dict(zip(GENERATORS, ("Python's random", "NumPy's global generator"), strict=True))
+    of_libraries = dict(zip((*GENERATORS, TORCH), ("Python's random", "NumPy's global generator", "torch's generator"), strict=True))
     return ", ".join(of_libraries.get(name, f"the generator {name!r}") for name in sorted(names))
 
 
