@@ -6,6 +6,7 @@ The stages run one after the other, each made from its own copy of the model, as
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -518,6 +519,29 @@ REFUSED: list[tuple[type[nn.Module], Stated]] = [
     (Reversible, ("layers.0", "torch.autograd.Function")),
     (HooksOnTheModel, ("HooksOnTheModel", "zb.split", "forward_hooks")),
 ]
+
+
+def logs(_: nn.Module, __: Any, output: Tensor) -> None:
+    float(output.sum())
+
+
+class ReadsInput:
+    def __call__(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        assert not kwargs
+        float(args[0].sum())
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_hook_on_a_module_around_parts_that_reads_values_is_named(is_before: bool) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
+    if is_before:
+        model[1].register_forward_pre_hook(ReadsInput(), with_kwargs=True)
+    else:
+        model[1].register_forward_hook(functools.partial(logs))
+    with pytest.raises(zb.InputError) as caught:
+        zb.split(model, example=torch.ones(2, WIDTH))
+    assert caught.value.fields["module"] == "Sequential"
+    assert caught.value.fields["sources"] == ("'0'" if is_before else "'1.2'")
 
 
 def batch(width: int = WIDTH) -> list[list[Tensor]]:

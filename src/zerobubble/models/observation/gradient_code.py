@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -146,6 +148,22 @@ def _caller() -> str:
     while (frame.f_code.co_filename == __file__ or frame.f_code.co_name in _DISPATCHES) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename
+
+
+def hooked_module() -> nn.Module | None:
+    """Returns the innermost module whose forward hook or pre-hook the current call comes from, None outside of hooks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_back
+        if caller is not None and caller.f_globals.get("__name__") == nn.Module.__module__ and "hook" in caller.f_locals:
+            hook = caller.f_locals["hook"]
+            while isinstance(hook, functools.partial):
+                hook = hook.func
+            if frame.f_code is getattr(hook, "__code__", getattr(type(hook).__call__, "__code__", None)):
+                module: nn.Module = caller.f_locals["self"]
+                return module
+        frame = caller
+    return None
 
 
 def line_of_call() -> str:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import DirectParameter, RandomDraw, Sources, UnitCall
-from zerobubble.models.observation.gradient_code import line_of_call, parameter_code, uses_parameter_gradients
+from zerobubble.models.observation.gradient_code import hooked_module, line_of_call, parameter_code, uses_parameter_gradients
 from zerobubble.models.observation.placeholders import IN_THE_LOOP, is_placeholder
 from zerobubble.runtime.values.released import is_released
 
@@ -271,6 +271,17 @@ class _BypassesOfTheDispatcher(TorchFunctionMode):
 
 def data_dependent(sources: Sources, operation: str) -> InputError:
     """Returns the error for code that reads values which not every stage has."""
+    hooked = hooked_module()
+    if hooked is not None:
+        return InputError(
+            "a forward hook on {module}, a module around parts, reads values that come from {sources} (by {operation}, in {line}); it runs "
+            "on every stage, also on those without them",
+            module=type(hooked).__name__,
+            sources=named(sources),
+            operation=operation,
+            line=line_of_call(),
+            remedy="register it on a part, such as the last one in the module, or on a module inside a part",
+        )
     return InputError(
         "code of the model between its parts reads values that come from {sources} (by {operation}, in {line}); stages without them "
         "cannot branch on them",
