@@ -13,8 +13,11 @@ from transformers import TrainingArguments
 
 from tests.integrations.ranks import cases_played, run_program
 from tests.integrations.train_with_own_data import CASES, DIFFERENT, REFUSED
+from tests.refusals import raises
 from tests.thinned import long_if
+from zerobubble import InputError
 from zerobubble.integrations.loss_rules import with_other_labels
+from zerobubble.integrations.trainer_example import remedies_of_trainer
 from zerobubble.integrations.trainer_options import wrong_options
 
 PROGRAM = Path(__file__).with_name("train_with_own_data.py")
@@ -41,7 +44,7 @@ def pipelined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     cases = cases_played(request, "test_data_train_as_on_one_device")
     refused = cases_played(request, "test_data_of_which_no_example_can_be_read_is_refused_on_all_ranks")
     refused |= cases_played(request, "test_other_batches_on_a_rank_are_refused_on_all_ranks")
-    run_program(PROGRAM, folder, "--cases", *sorted(cases | refused), ranks=2)
+    run_program(PROGRAM, folder, "--cases", *sorted(cases | refused), "detection", ranks=2)
     return folder
 
 
@@ -79,12 +82,23 @@ def test_two_replicas_evaluate_as_one_device(reference: Path, tmp_path: Path) ->
 
 
 @pytest.mark.refuses("datasets that read an iterator, without an example")
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", [case for case in REFUSED if case != "detection"])
 def test_data_of_which_no_example_can_be_read_is_refused_on_all_ranks(case: str, pipelined: Path) -> None:
     errors = [result(pipelined, case, rank) for rank in (0, 1)]
     assert [error["error"] for error in errors] == ["InputError", "InputError"], errors
     assert errors[0]["text"] == errors[1]["text"]
     assert "pipeline_options" in errors[0]["text"]
+
+
+@pytest.mark.refuses("labels with a dict for each sample, such as boxes")
+def test_labels_with_a_dict_for_each_sample_are_refused_on_all_ranks(pipelined: Path) -> None:
+    errors = [result(pipelined, "detection", rank) for rank in (0, 1)]
+    assert [(error["error"], error["fields"]["name"]) for error in errors] == [("InputError", "labels")] * 2, errors
+
+
+def test_remedies_name_the_argument_of_the_trainer() -> None:
+    with raises(InputError, 'pipeline_options={"cuts": [...]}'), remedies_of_trainer():
+        raise InputError("a gradient is lost", remedy="cut the model by zb.split(model, cuts=[...])")
 
 
 @pytest.mark.refuses("different batches on the ranks of a pipeline")

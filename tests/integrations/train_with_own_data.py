@@ -114,6 +114,23 @@ class Intents(BertPreTrainedModel):
         return ModelOutput(loss=loss, intents=of_text, slots=of_tokens)
 
 
+class Detecting(nn.Module):
+    """A model of one's own that takes a dict of boxes for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = BertModel(BertConfig(**BERT)).double(), nn.Linear(16, 4).double()
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        found = self.head(self.encoder(input_ids).last_hidden_state[:, 0])
+        losses = [(row - of_one["boxes"]).abs().mean() for row, of_one in zip(found, labels or (), strict=True)]
+        return {"loss": torch.stack(losses).mean(), "boxes": found} if losses else {"boxes": found}
+
+
+def detecting_model() -> nn.Module:
+    return Detecting()
+
+
 def intending_model() -> nn.Module:
     return Intents(BertConfig(**BERT)).double()
 
@@ -175,6 +192,17 @@ def of_length(index: int) -> dict[str, Any]:
     """Tokens and their number, which differs between samples."""
     ids = tokens(index)["input_ids"][: 4 + index * 5 % 8]
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def boxes(index: int) -> dict[str, Any]:
+    """Tokens with as many boxes as a batch has samples."""
+    count = BATCH
+    return {"input_ids": tokens(index)["input_ids"], "labels": {"boxes": torch.ones(count, 4), "class_labels": torch.zeros(count)}}
+
+
+def of_lists(samples: list[Any]) -> dict[str, Any]:
+    """A batch with labels as object detection has them."""
+    return {"input_ids": torch.stack([sample["input_ids"] for sample in samples]), "labels": [sample["labels"] for sample in samples]}
 
 
 def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
@@ -392,6 +420,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "evaluated": with_intent,
         "settings": {"label_names": ["intents", "slots"]},
     },
+    "detection": {"model": detecting_model, "data": of(boxes), "collator": lambda: of_lists, "evaluated": boxes},
     "cycle": {"data": lambda: Stream(itertools.cycle([tokens(index) for index in range(80)]))},
 }
 """What is refused on all ranks."""

@@ -25,6 +25,7 @@ def num_samples(batch: Any, dims: Dims | None = None) -> int:
 
     Raises `InputError` if there is no tensor, or if these sizes differ.
     """
+    _refuse_dicts_of_samples(batch)
     sizes = {tensor.shape[dim] for tensor, dim in _with_dims(batch, dims or {}) if dim is not None and dim < tensor.ndim}
     sizes = sizes - {1} or sizes  # a tensor of size 1 goes to every microbatch
     if len(sizes) == 1:
@@ -37,6 +38,22 @@ def num_samples(batch: Any, dims: Dims | None = None) -> int:
         "tensor.view(samples, k, ...), and what all samples share as a number, with a first dimension of 1 by tensor[None], or in a dict "
         "by name, with batch_dims={'table': None}",
     )
+
+
+def _refuse_dicts_of_samples(batch: Any) -> None:
+    """Raises `InputError` for a list with a dict of tensors for each sample, such as the labels of object detection."""
+    items = batch if isinstance(batch, Mapping) else {}
+    sizes = {len(item) for item in items.values() if isinstance(item, Tensor) and item.ndim}
+    for name, item in items.items():
+        if isinstance(item, list) and len(item) in sizes and all(isinstance(each, Mapping) and _tensors(each) for each in item):
+            raise InputError(
+                "{name!r} of a {argument} is a list with a dict of tensors for each of {count} samples, which cannot be cut",
+                argument="batch",
+                name=name,
+                count=len(item),
+                remedy="let the data collator pad them to tensors with a row for each sample, such as boxes of shape (samples, 9, 4), and "
+                "let forward of the model make the dicts",
+            )
 
 
 def cut(batch: Any, num_microbatches: int, dims: Dims | None = None) -> tuple[list[Any], list[int]]:

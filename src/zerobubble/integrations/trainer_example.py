@@ -67,4 +67,4 @@ def remedies_of_trainer() -> Iterator[None]:
 
 
 def _of_trainer(text: str) -> str:
-    return re.sub(r"zb\.split\(model, (\w+)=\.\.\.\)", r'pipeline_options={"\1": ...}', text)
+    return re.sub(r"zb\.split\(model, (\w+)=(\.\.\.|\[\.\.\.\])\)", r'pipeline_options={"\1": \2}', text)
