@@ -544,6 +544,20 @@ def test_a_hook_on_a_module_around_parts_that_reads_values_is_named(is_before: b
     assert caught.value.fields["sources"] == ("'0'" if is_before else "'1.2'")
 
 
+class DropsAll(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:1]:
+            x = layer(x)
+        return x
+
+
+def test_an_example_that_skipped_layers_is_named() -> None:
+    with pytest.raises(zb.InputError) as caught:
+        zb.split(DropsAll(), example=torch.ones(2, WIDTH))(0, 4)
+    assert "'layers.1'" in caught.value.fields["reason"]
+    assert "layerdrop" in caught.value.fields["remedy"]
+
+
 def batch(width: int = WIDTH) -> list[list[Tensor]]:
     torch.manual_seed(5)
     return [[torch.randn(2, width).double() for _ in range(MICROBATCHES)] for _ in range(STEPS)]

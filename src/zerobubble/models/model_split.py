@@ -54,7 +54,7 @@ from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.python_state import PythonState, named_generators
 from zerobubble.runtime.values.released import is_released
 from zerobubble.runtime.without_weights import refuse_copy
-from zerobubble.units import NS_PER_MS, as_bytes
+from zerobubble.units import NS_PER_MS, as_bytes, counted
 
 MODEL = either(PIPE, nn.Module, MAKES_A_MODEL, CONFIGURATION, EXPORTED)
 Look = tuple[Units, Dataflow]
@@ -359,11 +359,17 @@ class ModelSplit:
         """The model to cut, with all of its weights."""
         return self._source.as_it_is_cut(self._source.with_numbers(list(self._names.named)))
 
+    def _skipped(self) -> str:
+        """Returns which layers the example did not run, such as by LayerDrop, as the end of a sentence; empty if it ran all."""
+        skipped = [name for name in self._units.units if name in self._blocks and name not in self._flow.units]
+        return f"; the example skipped {counted(len(skipped), 'layer')}, such as {skipped[0]!r}" if skipped else ""
+
     def _stages(self, num_stages: int) -> list[list[str]]:
         if self._by_hand is None:
-            names = self._opened_for(
-                choose_cuts(self.layers(COUNTING), self._where(num_stages), self._untraced, self._other_ways + called_again(self._flow))
-            )
+            reason, other_ways = self._skipped(), self._other_ways + called_again(self._flow)
+            if reason:
+                other_ways += ", or do not skip layers at random: set layerdrop to 0, or decide in the forward of the layer"
+            names = self._opened_for(choose_cuts(self.layers(COUNTING), self._where(num_stages), self._untraced + reason, other_ways))
             return stages_by_hand(names or [], self._order, frozenset())
         blocks = self._units.layers or frozenset(self._units.units)
         stages = stages_by_hand(self._by_hand, self._order, blocks, parts_of_the_output(self._flow))
