@@ -136,6 +136,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "backward pre-hook": lambda place: place.register_full_backward_pre_hook(double_gradients),
     "buffer": lambda place: setattr(place, "shift", 1.5 * place.shift),
     "buffer in place": lambda place: place.shift.mul_(1.5),
+    "buffer through its data": lambda place: place.shift.data.mul_(1.5),
+    "data of a buffer": lambda place: setattr(place.shift, "data", 1.5 * place.shift),
     "new buffer": lambda place: place.register_buffer("more", torch.ones(WIDTH)),
     "parameter": lambda place: setattr(place, "gain", nn.Parameter(1.5 * place.gain.detach())),
     "parameter in place": lambda place: place.gain.data.mul_(1.5),
