@@ -186,7 +186,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        install = import_module("zerobubble.installing").install
-        raise ImportError(f"zerobubble.{name} needs PyTorch: {install('torch')}") from error
+        missing, remedy = import_module("zerobubble.errors").MissingPackageError, import_module("zerobubble.installing").install("torch")
+        raise missing("zerobubble.{name} needs PyTorch", name=name, remedy=remedy) from error
     globals()[name] = value
     return value

@@ -4,7 +4,8 @@ Each is a `ZeroBubbleError`:
 
     ZeroBubbleError
     ├── InputError          a value from the user cannot be used; the message says which and the remedy
-    │   └── ParseError      a text, JSON or CSV form is malformed; the message names the line
+    │   ├── ParseError            a text, JSON or CSV form is malformed; the message names the line
+    │   └── MissingPackageError   a package is not installed; the message has the command that installs it
     ├── ScheduleError       a schedule breaks the rules; carries every `Fault`
     ├── ProgramError        a lowered program breaks the rules; carries every `Fault`
     └── PipelineError       a running pipeline stopped; the same message on every rank
@@ -23,7 +24,17 @@ from difflib import SequenceMatcher, get_close_matches
 from string import Formatter
 from typing import Any
 
-__all__ = ["Fault", "InputError", "LossWarning", "ParseError", "PipelineError", "ProgramError", "ScheduleError", "ZeroBubbleError"]
+__all__ = [
+    "Fault",
+    "InputError",
+    "LossWarning",
+    "MissingPackageError",
+    "ParseError",
+    "PipelineError",
+    "ProgramError",
+    "ScheduleError",
+    "ZeroBubbleError",
+]
 
 
 MOST_WHOLE = 2**63 - 1
@@ -109,6 +120,10 @@ class LossWarning(UserWarning):
 
 class ParseError(InputError):
     """A text, JSON or CSV form cannot be read."""
+
+
+class MissingPackageError(InputError, ImportError):
+    """A package that this part of zerobubble needs is not installed. The remedy is the command that installs it. An `ImportError`, too."""
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+import sys
+from importlib import import_module, metadata
 from unittest import mock
 
 import click
 import pytest
 
+from zerobubble import errors
 from zerobubble.cli import main
 from zerobubble.installing import install
 
@@ -27,3 +29,20 @@ def test_the_help_of_a_page_says_how_to_install_what_it_needs(verb: str) -> None
     for missing in (None, metadata.PackageNotFoundError):
         with mock.patch.object(metadata, "distribution", side_effect=missing):
             assert install("explore") in " ".join(command.get_help(click.Context(command)).split())
+
+
+@pytest.mark.parametrize(
+    ("extra", "package"),
+    [(name, name) for name in ("deepspeed", "lightning", "megatron", "torchtitan", "transformers", "trl")]
+    + [("transformers", "accelerate")],
+)
+def test_an_integration_without_its_framework_says_how_to_install_it(extra: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    for module in [name for name in sys.modules if name.startswith(("zerobubble.integrations.", package))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError) as raised:
+        import_module(f"zerobubble.integrations.{extra}")
+    assert isinstance(raised.value, errors.MissingPackageError)
+    assert raised.value.fields["name"].split(".")[0] == package
+    assert raised.value.fields["remedy"] == install(extra)

@@ -12,27 +12,29 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    ForwardPass,
-    LoadMicroBatch,
-    OptimizerStep,
-    PipeInstruction,
-    PipeSchedule,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    ReduceTiedGrads,
-    SendActivation,
-    SendGrad,
-)
-
 from zerobubble.errors import InputError
+from zerobubble.integrations.versions import needed
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.planning import Plan
 from zerobubble.rules import uses
 from zerobubble.runtime.executor.program_cache import schedule_for
 from zerobubble.verify import checked
+
+with needed("deepspeed"):
+    from deepspeed.runtime.pipe.schedule import (
+        BackwardPass,
+        ForwardPass,
+        LoadMicroBatch,
+        OptimizerStep,
+        PipeInstruction,
+        PipeSchedule,
+        RecvActivation,
+        RecvGrad,
+        ReduceGrads,
+        ReduceTiedGrads,
+        SendActivation,
+        SendGrad,
+    )
 
 PASSES = {Kind.F: ForwardPass, Kind.BW: BackwardPass}
 

@@ -14,21 +14,23 @@ from types import MethodType
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 import zerobubble as zb
 from zerobubble.errors import InputError, raise_faults
-from zerobubble.integrations.versions import refuse_wrong_versions
+from zerobubble.integrations.versions import needed, refuse_wrong_versions
 from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.planning import Plan
 from zerobubble.runtime.executor.program_cache import schedule_for
 from zerobubble.runtime.split.layers.linear import linear
+
+with needed("megatron"):
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.utils import get_model_config
 
 OWN = frozenset({"build_or_modules", "num_microbatches", "loss_fn", "loss_weight", "scale", "group", "mesh", "main_grad", "tied"})
 """The options of a pipeline that are set here."""

@@ -19,32 +19,35 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import transformers
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
-from transformers.trainer import SCHEDULER_NAME
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.batches import num_samples, samples_of
-from zerobubble.integrations.hidden_methods import refuse_hidden_methods
-from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
-from zerobubble.integrations.stream_ends import count_samples, note_remainder, num_read, nums_counted
-from zerobubble.integrations.trainer_callbacks import SharedCallbacks
-from zerobubble.integrations.trainer_data import args_with, refuse_different_batches
-from zerobubble.integrations.trainer_example import example_of, remedies_of_trainer
-from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
-from zerobubble.integrations.trainer_options import wrong_options
-from zerobubble.integrations.versions import refuse_wrong_versions
-from zerobubble.integrations.whole_model import from_last_stage, replaced
-from zerobubble.integrations.whole_outputs import WholeOutputs
+from zerobubble.integrations.versions import needed, refuse_wrong_versions
 from zerobubble.models.observation.example import TAKES_SUMS
 from zerobubble.runtime.gathered import gathering, make_whole
 from zerobubble.runtime.options import ALIKE
 from zerobubble.runtime.step.batch import OUTPUTS
 from zerobubble.runtime.values.random_state import states_restored
+
+with needed("transformers"):
+    import transformers
+    from accelerate.data_loader import prepare_data_loader
+    from transformers.trainer import SCHEDULER_NAME
+
+    from zerobubble.integrations.batches import num_samples, samples_of
+    from zerobubble.integrations.hidden_methods import refuse_hidden_methods
+    from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
+    from zerobubble.integrations.stream_ends import count_samples, note_remainder, num_read, nums_counted
+    from zerobubble.integrations.trainer_callbacks import SharedCallbacks
+    from zerobubble.integrations.trainer_data import args_with, refuse_different_batches
+    from zerobubble.integrations.trainer_example import example_of, remedies_of_trainer
+    from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
+    from zerobubble.integrations.trainer_options import wrong_options
+    from zerobubble.integrations.whole_model import from_last_stage, replaced
+    from zerobubble.integrations.whole_outputs import WholeOutputs
 
 FOLDER = "pipeline"
 """The folder of a checkpoint of Trainer that has the state of the pipeline and its optimizer."""

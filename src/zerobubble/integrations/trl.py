@@ -13,14 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.versions import refuse_wrong_versions
+from zerobubble.integrations.versions import needed, refuse_wrong_versions
 
-from .transformers import PipelineMixin
+with needed("trl"):
+    import trl
+
+    from .transformers import PipelineMixin
+
 
 MEANS = ("entropy", "mean_token_accuracy")
 """The metrics that SFTTrainer computes as means over labels."""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
-from packaging.requirements import Requirement
-
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, MissingPackageError
 from zerobubble.installing import install
+
+
+@contextmanager
+def needed(extra: str) -> Iterator[None]:
+    """A context for imports of a framework: a module that is not installed is a `MissingPackageError` with the command for the `extra`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = error.name or ""
+        if name.partition(".")[0] == "zerobubble":
+            raise
+        message = "zerobubble.integrations.{extra} needs the module {name}, which is not installed"
+        raise MissingPackageError(message, extra=extra, name=name, remedy=install(extra)) from error
 
 
 def refuse_wrong_versions(extra: str) -> None:
     """Raises `InputError` with every package that the `extra` of zerobubble wants in another version than the installed one."""
+    from packaging.requirements import Requirement  # a requirement of each framework, which may be missing
+
     wrong = []
     for text in metadata.requires("zerobubble") or ():
         wanted = Requirement(text)

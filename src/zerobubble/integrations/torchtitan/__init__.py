@@ -9,9 +9,12 @@ torchtitan's: models and their `parallelize_fn`, data, losses, optimizers, clipp
         return pipelined(llama3_8b(), "zb-v")
 """
 
-from zerobubble.integrations.torchtitan.front import pipelined, pipelining_fn
-from zerobubble.integrations.torchtitan.schedule import TitanSchedule
+from zerobubble.integrations.versions import needed
 from zerobubble.runtime.hooks.torch_calls import COMBINING
+
+with needed("torchtitan"):
+    from zerobubble.integrations.torchtitan.front import pipelined, pipelining_fn
+    from zerobubble.integrations.torchtitan.schedule import TitanSchedule
 
 __all__ = ["TitanSchedule", "pipelined", "pipelining_fn"]
 
