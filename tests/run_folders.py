@@ -41,14 +41,16 @@ class Recorded:
             report = StepReport(number, seconds, bubble, loss, None, {}, passes, {1 - rank: 0.01 * (rank + 1)}, 4 * (rank + 1))
             self.write(rank, {"at": time.time() if at is None else at, **report.to_dict()})
 
-    def details(self, number: int, timeline: Timeline | None = None, slot: int = 0, ranks: tuple[int, ...] = (0, 1)) -> None:
-        """Record all passes of a step."""
+    def details(
+        self, number: int, timeline: Timeline | None = None, slot: int = 0, ranks: tuple[int, ...] = (0, 1), seconds: float = 0.2
+    ) -> None:
+        """Record all passes of a step that took `seconds` as a whole."""
         data = (timeline or simulate(self.schedule, COSTS)).to_dict()
         for rank in ranks:
             clocks = {"host": f"host {rank}", "counter": 1_000 * rank, "time": 5_000_000}
             rows = [[op, start, end] for op, start, end, *_ in data["rows"][rank]]
             parts = {"rows": rows, "memory": [], "marks": [], "reductions": [], "copies": []}
-            text = to_line({"step": number, "name": self.schedule.name, "clocks": clocks, **parts})
+            text = to_line({"step": number, "seconds": seconds, "name": self.schedule.name, "clocks": clocks, **parts})
             (self.folder / detail_name(rank, slot)).write_text(text)
 
     def end(self, rank: int, failure: dict[str, Any] | None = None) -> None:

@@ -79,6 +79,13 @@ def test_why_a_run_is_slower_than_its_plan(tmp_path: Path) -> None:
     run.refresh()
     outside = 200 - simulate(SCHEDULE, COSTS).makespan / 1e6
     states(figures(run)["outcome"], "Step 4", f"{outside:g} ms", "200 ms")
+    short = simulate(SCHEDULE, COSTS).makespan / 1e9
+    recorded.step(5, seconds=short / 2)  # the passes of step 4 took longer than other steps as a whole
+    for seconds in (short + 0.1, short, 0.0):
+        recorded.details(4, simulate(SCHEDULE, COSTS), slot=1, seconds=seconds)
+        run.refresh()
+        assert ("100 ms" in figures(run)["outcome"]) == (seconds > short)
+        assert "-" not in figures(run)["outcome"].replace("zb-h1", "")
 
 
 def test_a_run_without_costs_says_what_a_comparison_needs(tmp_path: Path) -> None:

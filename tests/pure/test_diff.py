@@ -197,6 +197,17 @@ def test_the_main_cause_has_its_passes_its_rank_and_its_wait() -> None:
     assert diff(SCHEDULE, COSTS, free).cause is None
 
 
+def test_messages_that_do_not_fit_the_plan_are_named_whatever_the_main_cause() -> None:
+    slow = Costs.from_ms((1, 2), (1, 1), (1, 1), 0.1)
+    sends, quiet = Costs.from_ms((1, 1), (1, 1), (1, 1), 1.0), Costs.from_ms((1, 2), (1, 1), (1, 1), 0.9)
+    found = diff(SCHEDULE, sends, simulate(SCHEDULE, slow))
+    assert found.messages == (NS_PER_MS, NS_PER_MS // 10)
+    assert "messages take 0.1 ms on average, planned were 1 ms" in found.outcome
+    near = diff(SCHEDULE, sends, simulate(SCHEDULE, quiet))
+    assert near.messages == (NS_PER_MS, 9 * NS_PER_MS // 10)
+    assert "planned were" not in near.outcome
+
+
 def test_another_schedule_is_refused() -> None:
     with raises(InputError, "rank 0", "0F2", "place 2", "0BW0"):
         diff(make("gpipe", 2, 4), Costs.uniform(2), simulate(SCHEDULE, COSTS))

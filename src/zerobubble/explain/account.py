@@ -12,6 +12,11 @@ from zerobubble.explain.idle import Causes
 from zerobubble.kinds import Kind
 from zerobubble.units import counted, show_ms
 
+LEAST = 200
+"""A difference of less than one part in `LEAST` of the plan's makespan is none."""
+FACTOR = 2
+"""Messages that take this many times as long as planned, or as little, do not fit the plan."""
+
 Passes = tuple[tuple[Kind, int], ...]
 """The passes of a step, as (kind, stage): one pass, or two overlapped."""
 
@@ -179,6 +184,7 @@ class Difference(Displayed):
         accounts: Where the time of each rank went.
         drifts: The differences of pass times by stage. Their `makespan` add up to `passes.total`, which is the same on every rank.
         cause: The main cause; None if the run is as long as planned.
+        messages: The mean time of a message in ns, planned and measured; None if ranks exchange none.
     """
 
     name: str
@@ -187,6 +193,7 @@ class Difference(Displayed):
     accounts: tuple[Account, ...]
     drifts: tuple[Drift, ...]
     cause: Cause | None = None
+    messages: tuple[int, int] | None = None
 
     @property
     def extra(self) -> int:
@@ -206,10 +213,20 @@ class Difference(Displayed):
 
     @property
     def outcome(self) -> str:
-        """How long the run took, how much longer or shorter than planned, and mainly why."""
+        """How long the run took, how much longer or shorter than planned, mainly why, and whether the plan's messages fit the run."""
         more = "longer" if self.extra >= 0 else "shorter"
         took = f"{self.name} took {_ms(self.measured)}, {_ms(abs(self.extra))} {more} than the planned {_ms(self.planned)}."
-        return took if self.cause is None else f"{took} Mainly ({self.cause.time / NS_PER_MS:+,.2f} ms): {self.cause.text}."
+        why = "" if self.cause is None else f" Mainly ({self.cause.time / NS_PER_MS:+,.2f} ms): {self.cause.text}."
+        return f"{took}{why}{self._wrong_messages()}"
+
+    def _wrong_messages(self) -> str:
+        """Return a sentence if messages are off by a factor that matters in a step, and the cause does not say so."""
+        planned, measured = self.messages or (0, 0)
+        least, most = sorted((planned, measured))
+        if most < FACTOR * least or LEAST * (most - least) < self.planned or (self.cause and self.cause.part == "messages"):
+            return ""
+        taken = f"take {show_ms(measured)} on average, planned were {show_ms(planned)}"
+        return f" The plan does not fit the run: messages {taken}. Measure again with `Pipeline.profile` and plan with these costs."
 
     def by_rank(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         """For each rank, its idle time in one line, and the causes of the difference, the largest first: signed time and cause."""
@@ -226,6 +243,7 @@ class Difference(Displayed):
             "ranks": [_account_to_dict(account) for account in self.accounts],
             "drifts": [_drift_to_dict(drift) for drift in self.drifts],
             "cause": None if self.cause is None else self.cause._asdict(),
+            "messages": self.messages,
         }
 
 

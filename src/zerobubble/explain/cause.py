@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from zerobubble.explain.account import Account, Cause, Drift
+from zerobubble.explain.account import LEAST, Account, Cause, Drift
 from zerobubble.explain.replay import TimedOrder
 from zerobubble.units import show_ms
 
@@ -18,9 +18,6 @@ class Replays(NamedTuple):
     median: TimedOrder
     exact: TimedOrder
 
-
-LEAST = 200
-"""A run that differs from its plan by less than one part in `LEAST` has no cause."""
 
 NAMED = 3
 """The most passes that a sentence names."""
@@ -84,6 +81,15 @@ def _messages(replays: Replays, accounts: Sequence[Account], drifts: Sequence[Dr
     planned, taken = (sum(column) // len(times) for column in zip(*times, strict=True))
     text = f"rank {receiver} waits for messages of rank {sender}, which take {show_ms(taken)} instead of {show_ms(planned)} on average"
     return receiver, text
+
+
+def message_times(replays: Replays) -> tuple[int, int] | None:
+    """Returns the mean ns of a message by the plan and in the run; None without messages."""
+    times = [(planned, taken) for _, _, planned, taken in _sent(replays)]
+    if not times:
+        return None
+    planned, taken = (sum(column) // len(times) for column in zip(*times, strict=True))
+    return planned, taken
 
 
 def _sent(replays: Replays) -> Iterator[tuple[int, int, int, int]]:

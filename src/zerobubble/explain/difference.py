@@ -10,7 +10,7 @@ from statistics import fmean, median_low
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.explain.account import Account, Difference, Drift, ExtraTime, Passes
-from zerobubble.explain.cause import Replays, main_cause
+from zerobubble.explain.cause import Replays, main_cause, message_times
 from zerobubble.explain.idle import attribute
 from zerobubble.explain.replay import TimedOrder, measured, planned, waits_for_copies
 from zerobubble.ir import Schedule
@@ -65,8 +65,9 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
         passes = ExtraTime(usual - work, after_passes - (usual - work))
         noise = ExtraTime(single - usual, after_noise - (single - usual))
         accounts.append(Account(rank, work, causes, passes, noise, after_comm, after_host, after_copies, after_sums))
-    cause = main_cause(Replays(plan, median, exact), accounts, drifts, makespans[-1] - makespans[0])
-    return Difference(schedule.name, makespans[0], makespans[-1], tuple(accounts), drifts, cause)
+    replays = Replays(plan, median, exact)
+    cause = main_cause(replays, accounts, drifts, makespans[-1] - makespans[0])
+    return Difference(schedule.name, makespans[0], makespans[-1], tuple(accounts), drifts, cause, message_times(replays))
 
 
 def _drifts(plan: TimedOrder, exact: TimedOrder, costs: Costs) -> tuple[tuple[Drift, ...], TimedOrder]:

@@ -45,9 +45,9 @@ def outcome(run: Run) -> str:
     """Return in sentences how the last recorded step differs from its plan, and why; empty without a plan."""
     if run.difference is None:
         return ""
-    text, step = f"Step {run.details_step}: {run.difference.outcome}", round(run.step_seconds * NS_PER_S)
+    text, step = f"Step {run.details_step}: {run.difference.outcome}", round(run.details_seconds * NS_PER_S)
     outside = step - run.difference.measured
-    if 2 * outside < step - run.difference.planned:
+    if outside <= 0 or 2 * outside < step - run.difference.planned:
         return text
     rest = f"{show_ms(outside)} are before its first or after its last pass, such as waiting for a rank that begins the step late"
     return f"{text} Of a whole step of {show_ms(step)}, {rest}."

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError, line, parsed_json, reading, whole
 from zerobubble.ir import Schedule
-from zerobubble.run_folder import FORM, MOST_RANKS, count, text
+from zerobubble.run_folder import FORM, MOST_RANKS, count, seconds, text
 from zerobubble.simulation import peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.whole_files import opened_regular, read_whole
@@ -47,9 +47,13 @@ class Header(NamedTuple):
 
 
 class Details(NamedTuple):
-    """All passes of a step of one rank in the counter of its host, which was `counter` when the wall clock was `time` (both in ns)."""
+    """All passes of a step of one rank in the counter of its host, which was `counter` when the wall clock was `time` (both in ns).
+
+    `seconds` is the time of the whole step on that rank; 0 in files of earlier versions, which do not have it.
+    """
 
     step: int
+    seconds: float
     host: str
     counter: int
     time: int
@@ -63,7 +67,7 @@ class Details(NamedTuple):
             timeline = Timeline.from_dict({"name": line(data["name"]), "source": "measured", **{name: [data[name]] for name in columns}})
             host, counter, time = text(clocks["host"]), whole(clocks["counter"]), whole(clocks["time"])
             _require_sizes(timeline)
-            return cls(count(data["step"]), host, counter, time, timeline)
+            return cls(count(data["step"]), seconds(data.get("seconds", 0.0)), host, counter, time, timeline)
 
 
 def _require_sizes(timeline: Timeline) -> None:

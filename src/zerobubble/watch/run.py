@@ -61,6 +61,7 @@ class Run:
         plan: The step as simulated with these costs.
         forecast: The most bytes that each rank holds for backward by the costs; empty without them.
         details: The latest step that every rank recorded in detail, whose number is `details_step`.
+        details_seconds: The time of that whole step on the slowest rank; 0 if a rank recorded none.
         difference: That step against its plan; None without costs, and if the step is of another schedule than the last one.
         series: The figures of each step: the loss, the seconds of the step and its bubble, and the seconds of each stage's passes.
 
@@ -82,6 +83,7 @@ class Run:
         self.details: Timeline | None = None
         self.difference: Difference | None = None
         self.details_step = -1
+        self.details_seconds = 0.0
         self._shown: dict[int, Details] = {}
         self.series: dict[str, Series] = {}
         self.refresh()
@@ -157,6 +159,7 @@ class Run:
                 files = f"details of step {max(whole)} in {self.name}"
                 raise InputError("the {file} do not fit together: {cause}", file=files, cause=str(error), remedy=REMEDY) from error
             self.details_step, self._shown = max(whole), of_steps[max(whole)]
+            self.details_seconds = max(details.seconds for details in self._shown.values())
             self.difference = self._compare(self.details)
 
     def _compare(self, step: Timeline) -> Difference | None:

@@ -167,7 +167,8 @@ class FolderKeeper:
         spans, memory, marks, sums, copies = records.shifted(0)
         clocks = {"host": socket.gethostname(), "counter": time.perf_counter_ns(), "time": time.time_ns()}
         parts = {"rows": spans, "memory": memory, "marks": marks, "reductions": sums, "copies": copies}
-        text = to_line({"step": step.report.step, "name": step.schedule.name, "clocks": clocks, **parts})
+        report = {"step": step.report.step, "seconds": round(step.report.seconds, 9)}
+        text = to_line({**report, "name": step.schedule.name, "clocks": clocks, **parts})
         replace_text(self._folder / detail_name(self._rank, self._num_details % NUM_DETAILS), text)
         self._num_details += 1
 
