@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -228,6 +229,16 @@ class KeepsOnParameter(nn.Linear):
         return super().forward(x)
 
 
+class Flex(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)[None, None]
+        attended: Tensor = flex_attention(y, y, y)  # type: ignore[assignment]
+        return attended[0, 0]
+
+
 def sparse() -> nn.Module:
     model = row()
     model[1].weight = nn.Parameter(torch.eye(WIDTH).to_sparse())
@@ -276,6 +287,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Stated]] = {
     "momentum": (lambda _: zb.split(Momentum(in_loop=False), example=X), ("test_bad_models.py", "zb.gathered(model)", [WIDTH, WIDTH])),
     "collected losses": (lambda _: zb.split(Collects(), example=X), ("zb.nn.add_loss",)),
     "attribute of a parameter": (lambda _: zb.split(row(KeepsOnParameter(WIDTH, WIDTH)), example=X), ("'3'", "'org'", "'weight'")),
+    "flex_attention": (lambda _: zb.split(row(Flex()), example=X), ("'3'", "flex_attention", "sdpa")),
     "too few layers": (lambda _: zb.split(lambda: row(), example=X), ("3 parts", "4 stages", "'0'")),
     "no layers": (lambda _: zb.split(nn.Tanh(), example=X), ("parameters", "torch.export", 0)),
 }

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -396,6 +397,37 @@ class TransformedBlock(Block):
         return x + self.b(torch.func.grad(lambda y: self.a(y).tanh().sum())(x))
 
 
+class NumpyBlock(Block):
+    """Reads values in ways that fail with other errors than torch's on the meta device."""
+
+    def forward(self, x: Tensor) -> Any:
+        seen = x.detach()
+        mean = torch.from_numpy(seen.numpy().mean(0)) + np.quantile(seen, 0.5) + float(f"{seen.mean():.2f}")
+        return super().forward(x) * (1 + mean + torch.from_dlpack(seen).mean())
+
+
+class ReadsByNumpy(Blocks):
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(NumpyBlock() for _ in range(4))
+
+
+class SpectrumBlock(Block):
+    """Fails on a window of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(4))
+
+    def forward(self, x: Tensor) -> Any:
+        spectrum = torch.stft(super().forward(x).flatten()[None], 4, 1, window=self.window, return_complex=True)  # type: ignore[arg-type]
+        return torch.istft(spectrum * 0.5, 4, 1, window=self.window, length=x.numel()).view_as(x)  # type: ignore[arg-type]
+
+
+class InvertsSpectra(Blocks):
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(SpectrumBlock() for _ in range(4))
+
+
 class CompiledIntoOthers(Blocks):
     def set_up(self) -> None:
         self.layers = nn.ModuleList(torch.compile(Block(), backend="eager") for _ in range(4))
@@ -495,6 +527,7 @@ RIGHT: list[type[nn.Module]] = [
     ReadsDevicesInsideParts,
     *(Layers, Blocks, InAPlainDict, InAModuleDict, ListsOfParameters, Parametrized, TellsLayersApart, BackwardHooks),
     *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward, DifferentiatesInside, Remembers),
+    *(ReadsByNumpy, InvertsSpectra),
 ]
 REFUSED: list[tuple[type[nn.Module], Stated]] = [
     (TrainsTheParent, ("layers.0", 4)),

@@ -152,15 +152,16 @@ class ShapeOnlyUnit:
         try:
             try:
                 return self._first_that_runs(key, given, attempts)
-            except (RuntimeError, ValueError):
+            except Exception:
                 if not self.attributes_set:
                     raise
                 self._begin_again()
                 return self._first_that_runs(key, given, attempts)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             error.__context__ = None  # attempts before it, which failed the same way
             refuse_left_in_arguments(self.name, [tensor for made in attempts.made for tensor in made.living()], *given.given)
             _refuse_packed(self.name, error)
+            _refuse_flex_attention(self.name, error)
             raise
 
     def _begin_again(self) -> None:
@@ -177,18 +178,22 @@ class ShapeOnlyUnit:
     def _first_that_runs(self, key: tuple[Any, ...], given: Opened, attempts: _Attempts) -> Seen:
         """Runs on meta tensors; if the code reads values, on zeros; if it needs lengths or the like, on the real integers.
 
-        If it divides by one of its own integers, uses 1 for each integer.
+        If that fails, too, as where it divides by one of its own buffers, those are 1.
         """
         try:
             return self._run(self.unit, [_meta(leaf) for leaf in given.leaves], given, attempts)
-        except (NotImplementedError, RuntimeError, AssertionError) as error:  # jagged tensors assert that their parts are on one device
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001 - code that reads values may fail in any way, such as NumPy's with a TypeError
             if _WANTS_GRADIENTS in str(error):
                 return self._run_with_gradients(given, attempts)
             unit, place = _with_tensors(self.unit, untouched_zeros), _place_of(self.unit)
         with forked(), _AttentionOfZeros():
             try:
                 return self._run(unit, [_zeros(leaf, place) for leaf in given.leaves], given, attempts)
-            except (RuntimeError, ValueError):
+            except InputError:
+                raise
+            except Exception:  # noqa: BLE001 - the same
                 found = self._with_known(unit, [_known(leaf, place) for leaf in given.leaves], given, attempts)
         self._by_numbers.add(key)
         return found
@@ -209,7 +214,9 @@ class ShapeOnlyUnit:
     def _with_known(self, unit: nn.Module, leaves: list[Any], given: Opened, attempts: _Attempts) -> Seen:
         try:
             return self._run(unit, leaves, given, attempts)
-        except (RuntimeError, ZeroDivisionError):
+        except InputError:
+            raise
+        except Exception:  # noqa: BLE001 - the same
             return self._run(_with_tensors(self.unit, _ones_or_zeros), leaves, given, attempts)
 
     def _run(self, unit: nn.Module, leaves: list[Any], given: Opened, attempts: _Attempts) -> Seen:
@@ -227,7 +234,7 @@ class ShapeOnlyUnit:
         """Returns what a run shows, or the error after which another attempt may run: its reads count, too."""
         try:
             return self._observe(unit, leaves, given, made)
-        except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
+        except Exception as error:  # noqa: BLE001 - the caller raises it
             return error
 
     def _observe(self, unit: nn.Module, leaves: list[Any], given: Opened, tried: list[_Made]) -> Seen:
@@ -328,6 +335,17 @@ def _refuse_packed(name: str, error: Exception) -> None:
             "part {name!r} takes or returns a PackedSequence, which cannot be sent to other stages",
             name=name,
             remedy="call pack_padded_sequence, the recurrent layer and pad_packed_sequence in the forward of one submodule",
+        ) from None
+
+
+def _refuse_flex_attention(name: str, error: Exception) -> None:
+    """Refuses a unit that calls torch's flex attention, which runs neither on shapes nor under a dispatch mode."""
+    if "flex_attention" in str(error) or "FlexAttention" in str(error):
+        raise InputError(
+            "part {name!r} calls flex_attention, which does not run without its values",
+            name=name,
+            remedy="let it call scaled_dot_product_attention (attn_implementation='sdpa' of Transformers), or cut the model by hand, as "
+            "build(stage, num_stages)",
         ) from None
 
 
@@ -493,8 +511,9 @@ def _zeros(leaf: Any, place: torch.device) -> Any:
 
 
 def _ones_or_zeros(tensor: Tensor) -> Tensor:
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu") if is_whole else untouched_zeros(tensor)
+    """Returns ones for integers and buffers, such as the window of a Fourier transform, and zeros for masks and parameters."""
+    is_zero = tensor.dtype == torch.bool or (isinstance(tensor, nn.Parameter) and tensor.is_floating_point())
+    return untouched_zeros(tensor) if is_zero else torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _known(leaf: Any, place: torch.device) -> Any:
