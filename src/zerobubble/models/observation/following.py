@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of
@@ -141,7 +142,8 @@ def _version(tensor: Tensor) -> _Version:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    with torch.no_grad():
+    """Returns elements of a tensor, unseen by modes, which would take this for code of the model that reads values."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
         elements = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _FEW)].contiguous()
         return elements.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes()
 
