@@ -35,7 +35,7 @@ from zerobubble.runtime.transport.endpoint import Line
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.memory import as_memory, is_plain, why_not_sent
-from zerobubble.runtime.values.payload import Cotangents, Payload, Structure, Tensors, changes, structure_of
+from zerobubble.runtime.values.payload import Cotangents, Payload, Stashed, Structure, Tensors, changes, structure_of
 from zerobubble.runtime.values.shapes import (
     KnownMessages,
     Shapes,
@@ -391,7 +391,16 @@ def _unfrozen(value: Value) -> InputError:
 
 
 def _changed_structure(value: Value, before: Structure, now: Structure) -> InputError:
-    """Returns the error for an activation whose constants or structure have changed."""
+    """Returns the error for an activation whose constants or structure have changed, or with other losses that stages added."""
+    earlier, later = (structure.losses if isinstance(structure, Stashed) else () for structure in (before, now))
+    if earlier != later:
+        return InputError(
+            "{value} comes with {later} added to the loss, but came with {earlier} in an earlier step with the same inputs",
+            value=_describe(value),
+            later=_named(later),
+            earlier=_named(earlier),
+            remedy="add the same in every step, zeros if need be, as zb.nn.add_loss(name, 0 * x.sum())",
+        )
     if before is None or now is None:
         what = f"is {'a tuple of tensors' if now is None else now}, but was {'a tuple of tensors' if before is None else before}"
     else:
@@ -400,6 +409,10 @@ def _changed_structure(value: Value, before: Structure, now: Structure) -> Input
     return InputError(
         message, value=_describe(value), change=what, remedy="pass values that change as tensors, or make them depend only on the inputs"
     )
+
+
+def _named(losses: Sequence[str]) -> str:
+    return ", ".join(map(repr, losses)) or "nothing"
 
 
 def _missing_gradient(value: Value, place: int) -> InputError:
