@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
@@ -236,6 +237,40 @@ def test_little_memory_left_is_reported() -> None:
         assert found.fit.startswith("fits") is not is_tight
         assert (found.to_dict()["is_tight"], found.to_dict()["left_bytes"]) == (is_tight, found.left_bytes)
         states(found.fit, show_bytes(found.left_bytes), show_bytes(needed))
+        assert found.fitting == (None if is_tight else 1)
+    several = small(top=50)
+    less = min(choice.needed_bytes for choice in several.choices[1:])
+    assert less < needed
+    found = small(top=50, memory=round(max(less / 0.89, needed * 1.01)))
+    assert found.fitting is not None
+    fits = found.choices[found.fitting - 1]
+    assert found.is_tight
+    assert fits.needed_bytes <= 0.9 * found.memory_bytes
+    assert found.fit.startswith("fits")
+    states(found.fit, f"way {found.fitting}", show_bytes(fits.needed_bytes), show_bytes(found.needed_bytes))
+
+
+def test_a_way_without_divided_layers_has_its_call() -> None:
+    """The call makes the schedule of the way."""
+    deep = replace(SMALL, layers=16)
+    found = divide(deep, gpu="A100", gpus=4, batch=16, memory="79GB", pipeline_only=True, top=50)
+    assert len({choice.setting.v for choice in found.choices}) > 1
+    for choice in found.choices:
+        made = re.search(r"zb\.make\(.*?\)", choice.call)
+        assert made is not None
+        schedule = eval(made[0], {"zb": zb})
+        here = choice.setting
+        assert (schedule.num_ranks, schedule.num_stages) == (here.pp, here.pp * here.v)
+        assert (schedule.name, schedule.num_microbatches) == (choice.step.schedule, choice.num_microbatches)
+        assert ("mesh" in choice.call) == (here.dp > 1)
+    assert all(not choice.call for choice in small(top=50).choices if choice.setting.tp > 1)
+
+
+def test_sequences_longer_than_the_configuration_are_reported() -> None:
+    for positions, is_long in ((512, True), (4096, False)):
+        model = replace(SMALL, positions=positions, position_table=False)
+        found = divide(model, gpu="A100", gpus=2, batch=8, top=1)
+        assert bool(found.too_long) == is_long == bool(found.to_dict()["too_long"])
 
 
 def test_a_division_that_needs_code_of_the_model_says_so() -> None:

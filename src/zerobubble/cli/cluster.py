@@ -16,7 +16,7 @@ from zerobubble.cli.inputs.options import CLUSTER, PictureFiles, given_flags, op
 from zerobubble.cli.outputs.terminal import progress
 from zerobubble.cost_model import Division, Divisions, divide
 from zerobubble.cost_model.configuration import known_model, with_sequence
-from zerobubble.cost_model.divide import DivideProgress
+from zerobubble.cost_model.divide import LEGEND, DivideProgress
 from zerobubble.display import COLUMNS
 from zerobubble.errors import InputError
 from zerobubble.export.png import write_picture
@@ -127,13 +127,31 @@ def _refuse_others(options: ClusterOptions) -> None:
 
 
 def _text(found: Divisions, verbose: bool) -> str:
-    first = [fill(sentence, COLUMNS) for sentence in (found.fit, found.needs_own_code) if sentence]
+    first = [fill(sentence, COLUMNS) for sentence in _heads(found)]
     main = found.main_assumptions
     sentences, heading = (
         (found.assumptions, "Assumptions") if verbose else (main, f"Main assumptions (all {len(found.assumptions)}: --verbose)")
     )
     assumed = [fill(sentence, COLUMNS, initial_indent="- ", subsequent_indent="  ") for sentence in sentences]
-    return "\n".join([*first, found.title, found.table(), "", _searched(found), "", f"{heading} of the fastest way:", *assumed])
+    program = _program(found)
+    meant = [fill(LEGEND, COLUMNS), *(["", program] if program else []), "", _searched(found)]
+    return "\n".join([*first, found.title, found.table(), "", *meant, "", f"{heading} of the fastest way:", *assumed])
+
+
+def _heads(found: Divisions) -> list[str]:
+    """Returns the sentences above the table."""
+    return [sentence for sentence in (found.fit, found.too_long, found.needs_own_code) if sentence]
+
+
+def _program(found: Divisions) -> str:
+    """Returns how to write the fastest way that fits, or the fastest if none surely fits; empty if it needs code of the model."""
+    place = found.fitting or 1
+    choice = found.choices[place - 1]
+    if not choice.call:
+        return ""
+    blocks = f" with {choice.setting.recompute} recompute in the blocks of the model"
+    needed = {"none": "", "full": " after model.gradient_checkpointing_enable()"}.get(choice.setting.recompute, blocks)
+    return f"Way {place} in a program{needed}:\n  {choice.call}"
 
 
 @contextmanager
@@ -164,7 +182,7 @@ def divisions_html(found: Divisions) -> str:
     assumed = "".join(f"<li>{escape(sentence)}</li>" for sentence in found.assumptions)
     body = (
         header(found.title),
-        *(f"<p>{escape(sentence)}</p>\n" for sentence in (found.fit, found.needs_own_code) if sentence),
+        *(f"<p>{escape(sentence)}</p>\n" for sentence in (*_heads(found), _program(found)) if sentence),
         table(TITLES, rows),
         f'<p class="hint">{escape(_note(found))}</p>\n',
         viewer(),

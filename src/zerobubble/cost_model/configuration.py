@@ -99,7 +99,8 @@ def model_of(fields: Mapping[str, Any], name: str) -> Model:
         experts=_experts(fields, known["layers"]),
         batch=max(USUAL_BATCH_TOKENS // sequence, 1),
         head_width=_whole(fields, "head_dim"),
-        positions=_whole(fields, *_POSITIONS) if family in _TABLES else None,
+        positions=_whole(fields, *_POSITIONS),
+        position_table=family in _TABLES,
     )
 
 

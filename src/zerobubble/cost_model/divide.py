@@ -61,11 +61,23 @@ class Division(Displayed):
         here = self.setting
         return here.tp, here.cp, here.ep, here.pp, here.dp, here.microbatch, here.recompute
 
+    @property
+    def call(self) -> str:
+        """The call of `Pipeline` that trains this way; empty if the model's own code must divide layers, sequences or experts."""
+        here, count = self.setting, self.num_microbatches
+        if max(here.tp, here.cp, here.ep) > 1:
+            return ""
+        stages = f", stages_per_rank={here.v}" if here.v > 2 else ""
+        made = f"zb.make({self.step.schedule!r}, {here.pp}, {count}{stages})".replace("'", '"')
+        mesh = ", mesh=mesh" if here.dp > 1 else ""
+        return f"zb.Pipeline(zb.split(model), {made}, {count}, loss_fn{mesh})"
+
     def to_dict(self) -> dict[str, Any]:
         """The division of the model, and the time and memory of the step."""
         names = ("tp", "cp", "ep", "pp", "v", "dp", "microbatch", "recompute")
         return {name: getattr(self.setting, name) for name in names} | {
             "schedule": self.step.schedule,
+            "call": self.call,
             "num_microbatches": self.num_microbatches,
             "layers": list(self.estimate.layers),
             "seconds": self.step.seconds,
@@ -129,17 +141,32 @@ class Divisions(Displayed):
     @property
     def fit(self) -> str:
         """Returns a sentence that says whether the model fits, with the memory of the fullest GPU and what it leaves."""
-        taken = f"{show_bytes(self.needed_bytes)} of {show_bytes(self.memory_bytes)} on the fullest GPU in the fastest way"
-        share = show_percent(self.left_bytes / self.memory_bytes)
-        left = f"{show_bytes(self.left_bytes)} ({share}) left for temporary memory of passes and fragmentation, which are not counted"
-        if not self.is_tight:
-            return f"fits: {taken}, {left}"
-        roomy = next((place for place, choice in enumerate(self.choices, start=1) if self._is_roomy(choice)), None)
-        if roomy is None:
+        place = self.fitting or 1
+        needed = self.choices[place - 1].needed_bytes
+        taken = f"{show_bytes(needed)} of {show_bytes(self.memory_bytes)} on the fullest GPU in "
+        taken += "the fastest way" if place == 1 else f"way {place} of the table"
+        free = self.memory_bytes - needed
+        left = f"{show_bytes(free)} ({show_percent(free / self.memory_bytes)}) left"
+        left += " for temporary memory of passes and fragmentation, which are not counted"
+        if self.fitting is None:
             advice = f"none of these ways leaves {LEFT}; more GPUs or shorter sequences (--sequence) need less"
-        else:
-            advice = f"way {roomy} of the table leaves more than {LEFT}: {show_bytes(self.choices[roomy - 1].needed_bytes)}"
-        return f"may not fit: {taken}, only {left}; {advice}"
+            return f"may not fit: {taken}, only {left}; {advice}"
+        fastest = f"; the fastest way, {show_bytes(self.needed_bytes)}, may not fit" if self.is_tight else ""
+        return f"fits: {taken}, {left}{fastest}"
+
+    @property
+    def fitting(self) -> int | None:
+        """The place (from 1) of the fastest of `choices` that leaves a tenth of the memory; None if there is none."""
+        return next((place for place, choice in enumerate(self.choices, start=1) if self._is_roomy(choice)), None)
+
+    @property
+    def too_long(self) -> str:
+        """Returns a sentence if sequences exceed the positions in the model's configuration; else empty."""
+        model = self.best.setting.model
+        if model.positions is None or model.sequence <= model.positions:
+            return ""
+        known = f"the {model.positions:,} positions (max_position_embeddings) of {model.name}"
+        return f"Sequences of {model.sequence:,} tokens exceed {known}, which was not made for them: give a shorter --sequence."
 
     @property
     def needs_own_code(self) -> str:
@@ -185,6 +212,8 @@ class Divisions(Displayed):
             "fsdp": here.shard_weights,
             "fits": True,
             "is_tight": self.is_tight,
+            "fitting": self.fitting,
+            "too_long": self.too_long,
             "needs_own_code": self.needs_own_code,
             "needed_bytes": self.needed_bytes,
             "left_bytes": self.left_bytes,
@@ -216,7 +245,13 @@ class Divisions(Displayed):
 
 
 HEADING = " tp  cp  ep  pp  v    dp  mb     m  recompute schedule           seconds  TFLOP/s      MFU    memory"
-"""Heading of the table of choices. TFLOP/s are the required model FLOP/s per GPU, and MFU is their share of the data sheet."""
+"""Heading of the table of choices."""
+LEGEND = (
+    "tp, cp, ep: GPUs that share a layer, a sequence, or the experts of a layer; pp, v: ranks and stages per rank; dp: replicas; mb: "
+    "sequences per microbatch; m: microbatches of a replica; TFLOP/s: model FLOP/s of a GPU, and MFU their share of the data sheet; "
+    "memory: of the GPU that holds most."
+)
+"""The meanings of its columns."""
 
 
 def _row(choice: Division) -> str:

@@ -42,7 +42,7 @@ class Experts(NamedTuple):
 
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary", "sequence")
-_FLAGS = ("gated", "dropout", "tied", "fused_attention")
+_FLAGS = ("gated", "dropout", "tied", "fused_attention", "position_table")
 _OPTIONAL = ("batch", "head_width", "positions")
 
 
@@ -76,7 +76,8 @@ class Model(Displayed):
         experts: The experts that layers have instead of an MLP; None if all have an MLP.
         batch: The sequences of a step with which it was trained, where that was published.
         head_width: The features of a head, if not `hidden / heads`.
-        positions: The size of a table of positions, which limits sequences.
+        positions: The positions for which the model was made.
+        position_table: Whether they are a table, which limits sequences; longer ones are else reported.
     """
 
     name: str
@@ -96,12 +97,13 @@ class Model(Displayed):
     batch: int | None = None
     head_width: int | None = None
     positions: int | None = None
+    position_table: bool = True
 
     def __post_init__(self) -> None:
         raise_faults(self._faults())
 
     def _faults(self) -> Iterator[str]:
-        if self.positions is not None and self.sequence > self.positions:
+        if self.position_table and self.positions is not None and self.sequence > self.positions:
             table = f"the table of {self.positions:,} positions of model {self.name!r}"
             yield f"sequences of {self.sequence:,} tokens exceed {table}: take fewer tokens, such as --sequence {self.positions}"
         if self.latent is None and self.head_width is None and self.hidden % self.heads:
