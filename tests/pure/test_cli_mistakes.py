@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import zerobubble as zb
 from tests.pure.test_cli import refused
 from tests.refusals import Stated, states
+from zerobubble.cli import main
 
 P = "-p 4 -m 8"
 TIMES = f"plan {P} --times 12,11,7"
@@ -168,3 +171,13 @@ def test_a_missing_file_of_the_pages_names_what_writes_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     states(refused(*line.split()), *stated)
+
+
+@pytest.mark.parametrize("call", ["dualpipe --ranks 3", "dualpipe -p 3 -m 7", "chimera -p 3 -m 4", "hanayo -p 2 -m 4 --stages-per-rank 3"])
+def test_the_example_of_a_shape_that_a_schedule_refuses_is_one_that_it_takes(call: str) -> None:
+    done = CliRunner().invoke(main, ["show", *call.split()])
+    assert done.exit_code == 2
+    example = done.stderr.partition("for example, ")[2]
+    counts = [int(number) for number in re.findall(r"\d+", example)]
+    assert counts, done.stderr
+    assert zb.make(call.split()[0], *counts).num_ranks == counts[0]

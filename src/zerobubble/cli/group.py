@@ -171,7 +171,7 @@ def _an_example(context: click.Context | None) -> str:
 _EXTRA = "Got unexpected extra argument"
 _NOT_A = {
     f"is not a valid {kind}{suffix}": f"is not a {words}"
-    for kind, words in (("integer", "whole number"), ("float", "number"))
+    for kind, words in (("integer", "whole number, such as 4"), ("float", "number, such as 0.5"))
     for suffix in ("", " range")
 }
 _RANGE = " is not in the range "

@@ -28,6 +28,7 @@ from zerobubble.schedules.vee_blocks import v_half, v_min, v_zb
 from zerobubble.schedules.vocabulary import with_vocabulary
 from zerobubble.schedules.zb_h import zb_h1, zb_h2
 from zerobubble.schedules.zb_v import zb_v
+from zerobubble.units import counted
 
 __all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "registry", "with_recompute", "with_vocabulary"]
 
@@ -96,13 +97,23 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
     recipe = find(name)
     refusal = recipe.refusal(num_ranks, num_microbatches, stages_per_rank)
     if refusal:
-        raise InputError(refusal)
+        raise InputError("{refusal}", refusal=refusal, remedy=_near_shape(recipe, num_ranks, num_microbatches, stages_per_rank))
     recipe.check_options(options, SCHEDULES.values())
     made = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
     if not isinstance(made, Schedule) or (made.num_ranks, made.whole_microbatches) != (num_ranks, num_microbatches):
         wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"
         raise InputError("the function of schedule {name!r} must return {wanted}, got {made!r:.80}", name=name, wanted=wanted, made=made)
     return made
+
+
+def _near_shape(recipe: Recipe, num_ranks: int, num_microbatches: int, stages_per_rank: int | None) -> str:
+    """Return an example of numbers that a schedule supports, near those that it refuses."""
+    near = recipe.near_shape(num_ranks, num_microbatches, stages_per_rank) if min(num_ranks, num_microbatches) > 0 else None
+    if near is None:
+        return ""
+    ranks, microbatches, stages = near
+    of_rank = f", {counted(stages, 'stage')} per rank" if stages != (stages_per_rank or recipe.stages_per_rank) else ""
+    return f"for example, {counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}{of_rank}"
 
 
 @takes(name=str)

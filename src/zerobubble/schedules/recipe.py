@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from itertools import product, takewhile
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -89,6 +89,16 @@ class Recipe(Displayed):
     def allows(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> bool:
         """Whether the schedule supports these numbers of `ranks`, `microbatches` and `stages_per_rank`, as in `refusal`."""
         return not self.refusal(ranks, microbatches, stages_per_rank)
+
+    def near_shape(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> tuple[int, int, int] | None:
+        """Return numbers near `ranks`, `microbatches` and `stages_per_rank` that the schedule supports; None if it finds none."""
+        stages = stages_per_rank or self.stages_per_rank
+        per_rank = [stages, stages + 1] if self.any_stages else [self.stages_per_rank]
+        for count, v in product((ranks, ranks + 1), per_rank):
+            for number in sorted({microbatches, microbatches + 1, -(-microbatches // count) * count, 2 * count}):
+                if self.allows(count, number, v):
+                    return count, number, v
+        return None
 
     @cached_property
     def options(self) -> dict[str, Any]:

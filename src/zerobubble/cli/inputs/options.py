@@ -19,6 +19,7 @@ from zerobubble.costs import LARGEST_SHARE, MOST_BUCKETS
 from zerobubble.errors import InputError, json_or_text
 from zerobubble.export.document import Document
 from zerobubble.planning.problem.workload import MOST_MICROBATCHES
+from zerobubble.schedules.recipe import Recipe
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
 from zerobubble.whole_files import require_suffix, require_writable, unusable
 
@@ -271,11 +272,13 @@ class Counts:
     microbatches: int | None = option("-m", "--microbatches", type=int, metavar="M", help="Number of microbatches in a batch.")
 
 
-def lacking(call: str, counts: Counts) -> InputError:
-    """Returns the error of a command or schedule `call` that needs both counts."""
-    flags = (("--ranks P", "--ranks 4", counts.ranks), ("--microbatches M", "--microbatches 8", counts.microbatches))
-    missing = [flag for flag, _, count in flags if count is None]
-    example = " ".join(shown for _, shown, count in flags if count is None)
+def lacking(call: str, counts: Counts, recipe: Recipe | None = None) -> InputError:
+    """Returns the error of a command or schedule `call` that needs both counts, with an example that `recipe` supports."""
+    shape = (counts.ranks or 4, counts.microbatches or 8)
+    near = None if recipe is None else recipe.near_shape(*shape)
+    flags = (("--ranks", "P", counts.ranks), ("--microbatches", "M", counts.microbatches))
+    missing = [f"{flag} {letter}" for flag, letter, count in flags if count is None]
+    example = " ".join(f"{flag} {number}" for (flag, _, count), number in zip(flags, near or shape, strict=False) if count != number)
     return InputError("{call} needs {needed}", call=call, needed=" and ".join(missing), remedy=f"for example, {example}")
 
 

@@ -152,7 +152,7 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
             known=", ".join(known),
         )
     if shape.ranks is None or shape.microbatches is None:
-        raise lacking(name, shape)
+        raise lacking(name, shape, recipe)
     stages = recipe.stages_per_rank if shape.stages_per_rank is None else shape.stages_per_rank
     require_size(name, 3 * shape.ranks * shape.microbatches * stages)
     return make(name, shape.ranks, shape.microbatches, shape.stages_per_rank, **(shape.options or {}))

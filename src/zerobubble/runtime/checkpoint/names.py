@@ -50,5 +50,6 @@ class Names(NamedTuple):
                 "the checkpoint has {got} stages, but this pipeline has {expected}, and parameters are not named as in the whole model",
                 got=saved["num_stages"],
                 expected=self.num_stages,
-                remedy="load it with as many stages, or keep the names of the whole model in the stages that you build, as zb.split does",
+                remedy="give another folder if it is from another program; else load it with as many stages, or keep the names of the "
+                "whole model in the stages that you build, as zb.split does",
             )

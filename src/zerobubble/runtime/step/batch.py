@@ -36,6 +36,13 @@ GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
 
 
+_CALLS = {
+    "inputs": "call pipe.step(x, targets) or pipe.eval_step(x)",
+    "targets": "call pipe.step(x, targets), or pipe.eval_step(x) for outputs alone",
+}
+"""The calls that have an argument."""
+
+
 class StepInputs(NamedTuple):
     """The user's arguments for one step; see `Pipeline.step`."""
 
@@ -49,8 +56,8 @@ class StepInputs(NamedTuple):
         """Raises `InputError` if `rank` needs inputs or targets but got none."""
         for what, value, where, needed in (("inputs", self.inputs, "first", is_first), ("targets", self.targets, "last", needs_targets)):
             if needed and value is None:
-                message = "{argument} are missing: rank {rank} holds the {stage} stage and needs them"
-                raise InputError(message, argument=what, rank=rank, stage=where)
+                message = "{argument} are missing: rank {rank} holds the {stage} stage and needs them; {remedy}"
+                raise InputError(message, argument=what, rank=rank, stage=where, remedy=_CALLS[what])
 
 
 class SplitBatch(NamedTuple):
