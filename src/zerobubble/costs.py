@@ -449,10 +449,10 @@ class Costs(Displayed):
         return tuple(ranks) if any(ranks) else ()
 
     def message_time(self, kind: Kind, stage: int, microbatch: int = 0) -> int:
-        """Return the latency in ns of the message that the pass of `kind` in `stage` sends, or of the collective that it gives to.
+        """Return the time in ns of the message that a pass of `kind` in `stage` sends, or of the collective that uses its result.
 
-        It is 0 if the pass does neither. With slices, `microbatch` is the number of the slice: its message takes its share of the time for
-        its microbatch.
+        It is 0 if there is neither. With slices, `microbatch` is the number of the slice, whose message takes a share of the microbatch's
+        time.
         """
         receiver = message_receiver(kind, stage, self.num_stages)
         if receiver is not None:

@@ -37,9 +37,9 @@ class Op(_Pass):
     Attributes:
         kind: The kind of pass, such as `zb.Kind.F`; letters such as "F" stand for their kind.
         stage: The stage, from 0.
-        microbatch: The microbatch, from 0; the slice, in a schedule over slices.
+        microbatch: The microbatch, from 0; in a schedule over slices, the slice, numbered over all microbatches.
 
-    Raises `InputError` for letters of no kind, and for numbers that are not whole or below 0.
+    Raises `InputError` for an unknown kind, and for a stage or microbatch that is not a whole number from 0.
 
     >>> import zerobubble as zb
     >>> zb.Op(zb.Kind.F, stage=2, microbatch=5)

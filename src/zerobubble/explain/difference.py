@@ -28,7 +28,7 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
     - noise: the times of single passes.
     - comm: the arrival of each message, as `explain.replay.measured` gives it.
     - host: the time from when a rank is free and has its messages to the start of its pass: Python, sending, the system.
-    - copies: the part of that time before the end of the last copy to the host or back that ends in it.
+    - copies: the part of the host time in which a copy to the host or back was still running.
     - reduction: the starts and durations of sums over replicas.
 
     The plan's own idle time is attributed as `attribute` does. Raises as `simulate` does, and `InputError` unless each rank of the

@@ -418,10 +418,10 @@ class Pipeline(RefusesModuleCalls):
 
     @collective_call
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: Optimizers) -> None:
-        """Calls `scaler.unscale_(optimizer)` such that `scaler.step` and `scaler.update` do the same on every rank. All ranks must call it.
+        """Unscales the gradients of this rank's optimizer, or of a list of optimizers. Every rank must call it.
 
-        Each rank has its own scaler, created with the same arguments, for its optimizer or for a list of several. If a gradient on any rank
-        is not finite, every rank skips the step, as one device would; optimizers given together skip it together. Raises `PipelineError` on
+        Each rank has a scaler of its own, created with the same arguments. If a gradient is not finite on any rank, `scaler.step` skips the
+        step on every rank, for all optimizers of the list, and `scaler.update` lowers the scale on every rank. Raises `PipelineError` on
         every rank if any rank fails, if `step` did not get the scaler, if scales differ, or if only some scalers are enabled.
         """
         self._unscaling.unscale(scaler, optimizers_in(optimizer))

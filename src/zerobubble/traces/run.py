@@ -218,9 +218,9 @@ def _rows_of(timeline: Timeline) -> tuple[tuple[Op, ...], ...]:
 def read_trace(files: Sequence[str | os.PathLike[str]]) -> TracedRun:
     """Read the profiler traces of a run of torch.distributed.pipelining, such as torchtitan's: one file (JSON or .json.gz) a rank.
 
-    Passes are the ranges that PyTorch's schedules name, `PP:2F0`. On a GPU a pass lasts from the first to the last of the kernels that
-    were launched in its range, on the host from the end of its wait for a message to the end of the range. Clocks of hosts that are apart
-    are moved so that no message is used before it was made: see `TracedRun.clocks`.
+    Each pass is a range such as `PP:2F0`, which PyTorch's schedules record. On a GPU, a pass lasts from the first to the last kernel
+    launched in its range. On the host, it lasts from the end of its wait for a message to the end of its range. If clocks of hosts differ
+    so much that a message would be used before it was made, they are shifted: see `TracedRun.clocks`.
 
         run = zb.io.read_trace(["rank0.json", "rank1.json"])
         print(run.difference())

@@ -135,7 +135,7 @@ class Report(Displayed):
         return name, speeds[name] / base
 
     def drawn_steps(self) -> tuple[Timeline, Timeline] | None:
-        """The step of 1F1B and that of the run, which the page draws: the measured ones, or else the simulated; None without both."""
+        """The steps of 1F1B and of the run that the page compares, both measured or else both simulated; None if either is missing."""
         for kind in ("measured", "predicted"):
             own: Timeline | None = getattr(self, kind)
             base = [t for t in self.timelines if t.name == REFERENCE and (t.source == "simulated") == (kind == "predicted")]

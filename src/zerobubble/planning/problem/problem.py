@@ -76,25 +76,23 @@ class Objective(StrEnum):
 @takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Problem(Displayed):
-    """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, with stages as in `costs`.
+    """A question to the planner: the shortest schedule on one placement, with given costs and within limits of memory.
 
     Attributes:
         placement: Which rank holds which stage, on one route.
-        num_microbatches: The number of microbatches; of slices, if the costs have slices of a sequence.
+        num_microbatches: The number of microbatches, or of slices if the costs have slices of a sequence.
         costs: The times and bytes of each stage.
         limits: The activation memory of each rank in bytes.
-        objective: What is shortest: the period or the makespan.
-        workload: The work of each rank that the costs came from, shared equally by its stages; None if they did not.
+        objective: The time to minimize: the period or the makespan.
+        workload: The work of each rank, which its stages share equally, if the costs were made from it; else None.
         layers_per_stage: The number of layers of each stage, from the cut or a file; empty if unknown.
         layer_names: The names of all layers, from the cut or a file; empty if unknown.
         sharded: The weights that FSDP2 shards: `zb.plan` then chooses among the shortest schedules by their gathers.
-        recomputation: The levels of recomputation: the costs have the columns of the levels of the stages, and bounds hold for all levels
-            that they may have.
-        head: The head, which the costs include, whole in the last stage or divided over the ranks.
-        host: The link to the host: ranks may offload waiting activations, and bounds hold for any memory.
-        cut: The layers of the stages that the costs came from; None if they did not.
-        trains: Whether there are backward passes even if none takes time, which otherwise means inference. Searches set it for problems
-            that stand for another.
+        recomputation: The levels of recomputation that stages may have. Costs have the columns of the chosen levels; bounds hold for all.
+        head: The head of the model, whole in the last stage or divided over the ranks. The costs include it.
+        host: The link over which ranks may offload waiting activations to the host. Bounds then hold for any memory.
+        cut: The layers of each stage, if the costs were made from layers; else None.
+        trains: Whether there are backward passes. By default, backward passes that all take no time mean inference.
 
     Raises `InputError` for parts that do not match, and for a placement of several routes.
 

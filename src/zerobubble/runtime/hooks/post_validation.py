@@ -162,7 +162,7 @@ class PostValidation(StepHook):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Settles, and returns the optimizer's state; for several optimizers, a list under "optimizers"."""
+        """Settles the last step, and returns the state of the optimizer, or the list of states of several under the key "optimizers"."""
         self.settle()
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         return {"optimizers": states} if len(states) > 1 else states[0]

@@ -242,10 +242,10 @@ class StepHook:
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state`, which `state_dict` returned. Any exception refuses it.
+        """Restores `state`, which an earlier `state_dict` returned. To refuse it, raise any exception.
 
-        If another hook, or the hook on another rank, refuses its state, it is called a second time, with what `state_dict` returned just
-        before, so that nothing is half loaded. A hook that cannot return to an earlier state overrides `check_state_dict`.
+        If any hook on any rank refuses its state, nothing is loaded: `load_state_dict` is called once more, with the state that the hook
+        had before. A hook that cannot return to its earlier state overrides `check_state_dict`.
         """
 
 
