@@ -418,7 +418,7 @@ class Pipeline(RefusesModuleCalls):
 
     @collective_call
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: Optimizers) -> None:
-        """Unscales the gradients of this rank's optimizer, or of a list of optimizers. Every rank must call it.
+        """Unscales the gradients of `optimizer`, which is this rank's or a list of them, by `scaler`. Every rank must call it.
 
         Each rank has a scaler of its own, created with the same arguments. If a gradient is not finite on any rank, `scaler.step` skips the
         step on every rank, for all optimizers of the list, and `scaler.update` lowers the scale on every rank. Raises `PipelineError` on
