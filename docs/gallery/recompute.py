@@ -30,7 +30,7 @@ def found(recompute: str) -> Plan:
 def drawn(without: Schedule, lean: Schedule, levels: Sequence[Level]) -> str:
     """The picture of a schedule and one with R, whose stages have these levels, each with the memory that its ranks hold."""
     plain = WORK.costs(lean.placement)
-    name = f"{WITH}, stage by stage {' '.join(level.name for level in levels)}"
+    name = f"{WITH}, levels of stages 0 to {len(levels) - 1}: {', '.join(level.name for level in levels)}"
     timelines = (
         simulate(replace(without, name=WITHOUT), plain),
         simulate(replace(lean, name=name), plain.with_recompute(levels)),

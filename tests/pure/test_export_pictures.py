@@ -12,7 +12,7 @@ from tests.refusals import Stated, raises, states
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.export.heading import BETWEEN
-from zerobubble.export.palette import LATER_STAGES, LEAST_CONTRAST, NUMBERS, contrast, ink, shade
+from zerobubble.export.palette import LATER_STAGES, LEAST_CONTRAST, NUMBERS, SOME_NUMBERS, contrast, ink, shade
 from zerobubble.export.svg import LEFT, ROW, STYLE, timeline_svg, without_tooltips
 from zerobubble.kinds import KINDS, Kind
 from zerobubble.rules import complete_sets
@@ -105,6 +105,9 @@ def test_a_legend_says_what_the_numbers_are_where_passes_have_them() -> None:
         entries = legend(picture)
         assert (NUMBERS in entries) == (microbatches == 8)
         assert bool(boxed_numbers(picture)) == (microbatches == 8)
+    short = timeline_svg(simulate(make("zb-h1", 4, 8), Costs.uniform(4, times=(20, 20, 1))))
+    assert SOME_NUMBERS in legend(short)
+    assert 0 < len(boxed_numbers(short)) < len(boxes(short))
 
 
 def test_two_overlapped_passes_share_the_height_of_one() -> None:

@@ -68,10 +68,10 @@ def row_in_picture(text: str) -> list[Op]:
 def test_the_picture_of_recomputation_is_what_its_schedules_give_and_the_search_finds_none_much_shorter() -> None:
     """A search may find others on other machines, so that the schedules are read from the picture, judged, and drawn again."""
     text = RECOMPUTE.read_text(encoding="utf-8")
-    stated = re.search(r"stage by stage ([a-z ]+)</tspan>", text)
+    stated = re.search(r"levels of stages [0-9to ]+: ([a-z, ]+)</tspan>", text)
     assert stated
     known = {level.name: level for level in (NONE, *LEVELS)}
-    levels = [known[name] for name in stated[1].split()]
+    levels = [known[name] for name in stated[1].split(", ")]
     without, lean = in_picture(RECOMPUTE, WITHOUT), in_picture(RECOMPUTE, WITH)
     assert drawn(without, lean, levels) == text, "docs/recompute.svg is stale: run `make gallery`"
     costs = WORK.costs(lean.placement).with_recompute(levels)

@@ -18,6 +18,8 @@ COPY_COLORS: dict[Copying, str] = {Copying.TO_HOST: "#b3541e", Copying.FROM_HOST
 
 NUMBERS = "number: microbatch"
 """The numbers in boxes, in a legend."""
+SOME_NUMBERS = f"{NUMBERS}, where there is room"
+"""The same, if some boxes are too narrow for theirs."""
 LATER_STAGES = "lighter: later stages of the rank"
 """The shades in a legend."""
 

@@ -15,7 +15,18 @@ from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
 from zerobubble.export.heading import Entry, Heading, heading, swatch
-from zerobubble.export.palette import COPY_COLORS, LATER_STAGES, NUMBERS, REDUCTION_COLOR, ink, num_shades, shade, shades_drawn, stage_order
+from zerobubble.export.palette import (
+    COPY_COLORS,
+    LATER_STAGES,
+    NUMBERS,
+    REDUCTION_COLOR,
+    SOME_NUMBERS,
+    ink,
+    num_shades,
+    shade,
+    shades_drawn,
+    stage_order,
+)
 from zerobubble.kinds import traits_of
 from zerobubble.timeline import Cause, Copy, Copying, Reduction, Span, Timeline, Why, lanes
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
@@ -26,7 +37,7 @@ NARROWEST = 640
 
 STYLE = """
 svg{color-scheme:light dark;font-family:"Helvetica Neue",Helvetica,Arial,sans-serif;font-size:12px;font-variant-numeric:tabular-nums}
-.paper{fill:#fff}.ink{fill:#1b1f24}.soft{fill:#59636e}.small{font-size:11px}.tiny{font-size:9px}.mini{font-size:6.2px}.bold{font-weight:600}.title{font-size:15px;font-weight:600}
+.paper{fill:#fff}.ink{fill:#1b1f24}.soft{fill:#59636e}.small{font-size:11px}.tiny{font-size:9px}.mini{font-size:8px}.bold{font-weight:600}.title{font-size:15px;font-weight:600}
 .idle{fill:#eef1f4}.hatch{stroke:#c9d0d8;stroke-width:1}.grid{stroke:#1b1f24;stroke-opacity:.13;stroke-width:1}
 .held{fill:#8b95a1;fill-opacity:.38;stroke:#59636e;stroke-width:.8}.end{text-anchor:end}
 .middle,.pass text{text-anchor:middle}.pass text{stroke:none;pointer-events:none}
@@ -62,7 +73,7 @@ class Size(NamedTuple):
 
 
 _HALF = (ROW - 1) / 2
-SIZES = (Size("small", 6.3, 3, 4), Size("tiny", 5.2, 2.2, 3.2), Size("mini", 3.6, 1.2, 2.2))
+SIZES = (Size("small", 6.3, 3, 4), Size("tiny", 5.2, 2.2, 3.2), Size("mini", 4.45, 0.4, 2.9))
 """Sizes of the numbers in boxes."""
 APART = 0.7
 """Pixels between boxes."""
@@ -212,8 +223,9 @@ def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) 
     """Yield an entry per kind, with a swatch per shade drawn, and one for each other thing drawn."""
     for kind, places in shades_drawn(*timelines).items():
         yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}{place}"') for place in places])
-    if any(has_numbers(timeline, scale.x(1) - scale.x(0)) for timeline in timelines):
-        yield Entry(NUMBERS, [])
+    pixels = scale.x(1) - scale.x(0)
+    if any(has_numbers(timeline, pixels) for timeline in timelines):
+        yield Entry(NUMBERS if all(has_all_numbers(timeline, pixels) for timeline in timelines) else SOME_NUMBERS, [])
     if scale.shades > 1:
         yield Entry(LATER_STAGES, [])
     if any(timeline.reductions for timeline in timelines):
@@ -312,6 +324,12 @@ def has_numbers(timeline: Timeline, pixels: float) -> bool:
     """Return whether the longest pass has room for its number, with this many `pixels` per ns."""
     longest = max((span.end - span.start for _, span in timeline.spans()), default=0)
     return fitting(longest * pixels - APART, digits_of(timeline)) is not None
+
+
+def has_all_numbers(timeline: Timeline, pixels: float) -> bool:
+    """Return whether the shortest pass has room for its number, with this many `pixels` per ns."""
+    shortest = min((span.end - span.start for _, span in timeline.spans()), default=0)
+    return fitting(shortest * pixels - APART, digits_of(timeline)) is not None
 
 
 def fitting(width: float, digits: int, sizes: Sequence[Size] = SIZES) -> Size | None:
