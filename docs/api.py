@@ -28,7 +28,8 @@ WIDEST_CALL, WIDEST_DEFAULT = 120, 24
 INTRODUCTION = """# Public names
 
 `import zerobubble as zb` has the common names at the top, and others in namespaces such as `zb.planning`. Each name leads to its
-arguments, attributes, methods and example. `help(zb.plan)` prints the same. `docs/api.py` writes these pages from the docstrings.
+arguments, attributes, methods and example. `help(zb.plan)` prints the same. In a namespace, the names that the pages use come first, and
+then others, such as parts of results and what authors of transports need. `docs/api.py` writes these pages from the docstrings.
 """
 LEAD = "Times are in ns and sizes in bytes, unless a line names another unit. Arguments after `*` are given by name."
 HEADINGS = {"Args": "argument", "Arguments": "argument", "Attributes": "argument and attribute"}

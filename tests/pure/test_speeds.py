@@ -19,7 +19,8 @@ import zerobubble as zb
 from tests.refusals import Stated, raises, states
 from zerobubble import InputError, Limits, Placement
 from zerobubble.cli import main
-from zerobubble.partition import Cuts, Layer, cut_layers, layers_to_dict, stage_costs
+from zerobubble.partition import Layer, cut_layers, layers_to_dict, stage_costs
+from zerobubble.partition.layers import Cuts
 
 EXACT = [Placement.linear(2), Placement.linear(3), Placement.custom((2, 0, 1)), Placement.vee(2), Placement.vee(3), Placement.looped(2, 2)]
 FEW_CUTS = [Placement.wave(2, 3), Placement.custom((0, 1, 0)), Placement.looped(2, 3)]

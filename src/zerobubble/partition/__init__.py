@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from zerobubble.partition.balancing import LayerCut, balance, balance_placement, cut_layers
 from zerobubble.partition.layers import (
-    Cuts,
     Layer,
     activation_limits,
     join_blocks,
@@ -20,7 +19,6 @@ from zerobubble.partition.layers import (
 )
 
 __all__ = [
-    "Cuts",
     "Layer",
     "LayerCut",
     "activation_limits",

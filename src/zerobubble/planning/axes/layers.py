@@ -19,8 +19,9 @@ from zerobubble.costs import Costs, Level, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.offload import offload_faults
-from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, stage_costs
+from zerobubble.partition import Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, stage_costs
 from zerobubble.partition.balancing import fitting_cut, quick_cuts
+from zerobubble.partition.layers import Cuts
 from zerobubble.partition.local_search import moves
 from zerobubble.partition.speeds import Links, Speeds
 from zerobubble.planning.answer import Plan, Saving

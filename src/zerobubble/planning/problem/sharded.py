@@ -12,7 +12,8 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
 from zerobubble.limits import MAX_LIMIT
-from zerobubble.partition import Cuts, Layer
+from zerobubble.partition import Layer
+from zerobubble.partition.layers import Cuts
 from zerobubble.units import NS_PER_S, show_bytes
 
 
