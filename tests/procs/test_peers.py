@@ -292,7 +292,8 @@ WRONG = {
         front=Unsteady,
     ),
     "no targets": Wrong(
-        ("rank 2 failed before its first pass", "targets are missing", "rank 2 holds the last stage"), data=lambda x, _: (x, None)
+        ("rank 2 failed before its first pass", "targets are missing", "rank 2 holds the last stage", "pipe.eval_step(x)"),
+        data=lambda x, _: (x, None),
     ),
     "no inputs": Wrong(("rank 0: inputs are missing", "rank 0 holds the first stage"), data=lambda _, y: (None, y)),
     "too few sequences": Wrong(("rank 0", "rank 2", "batch size 3", "4 microbatches"), data=lambda x, y: (x[:3], y[:3])),
