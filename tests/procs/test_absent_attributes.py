@@ -1,8 +1,12 @@
-"""Attributes that forwards set in parts: right on the rank of the part, an `InputError` where a rank would read old values."""
+"""Attributes that forwards set in parts: right on the rank of the part, an `InputError` where a rank would read old values.
+
+Parts that reach the model around them read what its forward has set for their microbatch.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -128,3 +132,56 @@ def test_no_rank_reads_old_values(world: Ranks, schedule: str) -> None:
     for wrong, error, closed in world.run(trained, schedule, ranks=2):
         assert wrong == closed == []
         assert error < 1e-12
+
+
+class Scaled(nn.Linear):
+    def __init__(self, read: Callable[[], Any]) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, mask = self.read()
+        return x + super().forward(x) * scale * mask
+
+
+class Root(nn.Module):
+    """Its forward sets a number and a tensor, which parts read by references of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        held, weak = [self], weakref.ref(self)
+        reads: list[Any] = [self.state, lambda: held[0].state(), lambda: weak().state(), held[0].state]  # type: ignore[union-attr]
+        self.layers = nn.ModuleList(map(Scaled, reads))
+
+    def state(self) -> tuple[float, Tensor]:
+        return self.scale, self.mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale, self.mask = float(x[0, 0]), x[:, :1] > 0.5
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def reading_the_root(group: Any, schedule: str) -> list[float]:
+    """Differences of losses from one device. The model has run before: its attributes have values of another batch."""
+    torch.manual_seed(0)
+    model, batches = Root(), torch.rand(3, 8, WIDTH, dtype=torch.float64)
+    model(batches[1, :2])
+    uncut, differences = Root(), []
+    uncut.load_state_dict(model.state_dict())
+    with zb.Pipeline(zb.split(model, example=batches[0, :2]), schedule, 4, mse_loss, group=group) as pipe:
+        for x in batches:
+            expected = sum(mse_loss(uncut(part), part).item() / 4 for part in x.chunk(4))
+            differences.append(abs(pipe.step(x, x).item() - expected))
+            loss, _ = pipe.eval_step(x, x)
+            assert loss is not None
+            differences.append(abs(loss.item() - expected))
+        assert model.scale == uncut.scale
+    return differences
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_parts_read_what_the_forward_around_them_has_set(world: Ranks, schedule: str) -> None:
+    for differences in world.run(reading_the_root, schedule, ranks=2):
+        assert max(differences) < 1e-12

@@ -208,7 +208,8 @@ class ModelSplit:
                 "{model} fails on the example, with its parts replaced by shape-only ones: {reason}",
                 model=type(self._model).__name__,
                 reason=describe(error),
-                remedy="give zb.split(model, example=...) a batch that the model accepts, as in step",
+                remedy="give zb.split(model, example=...) a batch that the model accepts, as in step, and pass a part as arguments what "
+                "else it needs: each runs alone, without what the forward around it sets",
             ) from error
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:

@@ -47,6 +47,7 @@ _FEW = 4096
 _Version = tuple[int, int, bytes]
 """The version of a tensor, its address and the bytes of its elements."""
 _NONE: frozenset[str] = frozenset()
+_ABSENT = object()
 
 
 class Changes(NamedTuple):
@@ -235,6 +236,11 @@ class _Followed:
         self.copy = copy
         self.snapshot = self.now()
 
+    @property
+    def sets(self) -> bool:
+        """Whether the copy sets attributes of its own."""
+        return self._made is not None
+
     def now(self) -> Snapshot:
         return Snapshot(self.module, contents=self._contents)
 
@@ -371,12 +377,41 @@ class Follower:
         return ((followed.module, followed.name, followed.stale()) for followed in self._followed)
 
     @contextmanager
+    def shown(self, tables: Collection[int]) -> Iterator[None]:
+        """A context in which modules of the model have what the current call has set in their copies.
+
+        It is for a part that reaches the attributes of these modules, by the `id` of each table of attributes, as of the root in a list.
+        What the part sets itself stays.
+        """
+        shown: list[tuple[dict[str, Any], str, Any, Any]] = []
+        for followed in self._followed:
+            module = followed.module
+            for name, value in followed.stale().items() if id(vars(module)) in tables else ():
+                table = module._buffers if name in module._buffers else module.__dict__
+                shown.append((table, name, value, table.get(name, _ABSENT)))
+                table[name] = value
+        try:
+            yield
+        finally:
+            for table, name, value, before in shown:
+                if table.get(name, _ABSENT) is not value:
+                    continue
+                if before is _ABSENT:
+                    del table[name]
+                else:
+                    table[name] = before
+
+    @contextmanager
     def not_following(self) -> Iterator[None]:
         """A context whose changes of the model the copies do not follow."""
         as_followed = [followed for followed in self._followed if followed.snapshot.holds()]
         yield
         for followed in as_followed:
             followed.snapshot = followed.now()
+
+    def reached(self, tables: Collection[int]) -> set[int]:
+        """Returns which of these tables are the attributes of modules whose copies set some of their own, by `id`."""
+        return {id(vars(followed.module)) for followed in self._followed if followed.sets} & set(tables)
 
     def set_by_call(self) -> dict[str, set[str]]:
         """Returns the names of attributes and buffers that the call since `follow` has set in the copies, by module."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.buffers import making_tensors
 from zerobubble.runtime.values.far_gradients import Origin
 from zerobubble.runtime.values.python_places import GeneratorState
+from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.runtime.values.random_state import drawn_seed
 from zerobubble.runtime.without_weights import refuse_copy
 
@@ -512,9 +514,19 @@ class _ChangesOfModel:
 def _unit_maker(
     observed: ObservedModel, cut: ModelCut, stage: int, current: _Current, follower: Follower, make_parameter: ParameterMaker
 ) -> Callable[[str, nn.Module], nn.Module]:
+    @cache
+    def reached() -> set[int]:
+        return follower.reached(PythonState(*own).owners())
+
+    def showing() -> AbstractContextManager[None]:
+        return follower.shown(reached()) if reached() else nullcontext()
+
+    own: list[nn.Module] = []
+
     def make(name: str, unit: nn.Module) -> nn.Module:
         if cut.stage_of[name] == stage:
-            made = _own_unit(name, unit, current)
+            own.append(unit)
+            made = _own_unit(name, unit, current, showing)
             follower.add(name, unit, _OwnUnit(unit, made), contents=False)
             return made
         stand_in = RemoteUnit(observed.shape_only_by_name[name], current)
@@ -525,8 +537,10 @@ def _unit_maker(
     return make
 
 
-def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
+def _own_unit(name: str, unit: nn.Module, current: _Current, showing: Callable[[], AbstractContextManager[None]]) -> nn.Module:
     """Returns a unit of this stage that records its calls: another module with the same `__dict__`, so that all changes are common to both.
+
+    In the context `showing`, the model has what the code around the units has set so far.
 
     It records them outside of the class's own `__call__`, such as that of the checkpointed layers of Transformers: code inside runs a
     second time in the backward pass.
@@ -534,7 +548,8 @@ def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current.enter_unit()
-        output = super(own_class(self), self).__call__(*args, **kwargs)
+        with showing():
+            output = super(own_class(self), self).__call__(*args, **kwargs)
         return current.forward.note(name, args, kwargs, output) if hasattr(current, "forward") else output
 
     made: nn.Module = object.__new__(with_own(type(unit), {"__call__": call}))
