@@ -1,10 +1,10 @@
-"""Transformers models split by `zb.split` into graph stages on two ranks: loss and gradients match one device, with every mask."""
+"""Models split by `zb.split` into graph stages on two ranks: loss and gradients match one device, with every mask."""
 
 from __future__ import annotations
 
 import math
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,8 +37,30 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+class Output(NamedTuple):
+    logits: Tensor
+
+
+class Plain(nn.Module):
+    """Blocks, and code around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Output:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return Output(self.head(x))
+
+
 def model(family: str, sizes: dict[str, Any]) -> nn.Module:
     """A small model with random matrices in float64, without dropout. `sizes` are others than usual."""
+    if family == "plain":
+        torch.manual_seed(0)
+        return Plain().double()
     transformers = library("transformers")
     kind, config, usual = MODELS[family]
     torch.manual_seed(0)
@@ -84,7 +106,10 @@ def errors(
     oracle = model(family, sizes or {})
     worst = 0.0
     try:
-        with zb.Pipeline(zb.split(deepcopy(oracle)), schedule, NUM_MICROBATCHES, loss_fn, group=group, split=split, timeout=1800) as pipe:
+        example = torch.zeros(2, 6, dtype=torch.long) if family == "plain" else None
+        with zb.Pipeline(
+            zb.split(deepcopy(oracle), example=example), schedule, NUM_MICROBATCHES, loss_fn, group=group, split=split, timeout=1800
+        ) as pipe:
             for seed, (mask, length) in enumerate((mask, length) for mask in masks for length in lengths):
                 worst = max(worst, error_of_step(pipe, oracle, *given(family, mask, length, seed)))
     finally:
@@ -113,6 +138,12 @@ def difference(mine: Tensor | None, wanted: Tensor | None) -> float:
     if mine is None or wanted is None or not wanted.any():
         return 0.0 if mine is wanted or not any(t is not None and t.any() for t in (mine, wanted)) else math.inf
     return ((mine - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_a_plain_model_in_graph_stages(world: Ranks, schedule: str) -> None:
+    for error, _ in world.run(errors, "plain", schedule, "graph", ("none",), (6, 9), ranks=2):
+        assert error <= 1e-12
 
 
 @pytest.mark.long

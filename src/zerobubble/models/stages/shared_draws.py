@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
@@ -134,8 +135,12 @@ class LateDraws:
     def begin(self) -> None:
         """Begins a forward."""
         self._forwards += 1
-        self._marks = [] if interface(self._device).is_capturing() else self._of_all
+        self._marks = self._of_all if self._can_read() else []
         self.leave_unit("", 0)
+
+    def _can_read(self) -> bool:
+        """Returns whether the generators' states are those of a forward: a traced one draws nothing, and a captured one forbids to read."""
+        return detect_fake_mode() is None and not interface(self._device).is_capturing()
 
     def leave_unit(self, unit: str, num_calls: int) -> None:
         """Begins code behind a unit, and behind this number of calls of units."""
