@@ -243,7 +243,7 @@ class Difference(Displayed):
             "ranks": [_account_to_dict(account) for account in self.accounts],
             "drifts": [_drift_to_dict(drift) for drift in self.drifts],
             "cause": None if self.cause is None else self.cause._asdict(),
-            "messages": self.messages,
+            "messages": self.messages and list(self.messages),
         }
 
 
