@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,14 +34,16 @@ from transformers import (
 
 import zerobubble as zb
 from tests.integrations.ranks import cases_played, outcomes, run_program
-from tests.integrations.train_with_transformers import SIZES
+from tests.integrations.train_with_transformers import CASES as CASES_OF_PROGRAM
+from tests.integrations.train_with_transformers import SIZES, trainer_of
 from tests.procs.programs import ROOT, programs_of, torchrun
 from tests.refusals import raises, states
 from tests.thinned import long_if
 from zerobubble import InputError
 from zerobubble.cli import main
+from zerobubble.integrations.trainer_checkpoint import load_optimizer_of_one_device
 from zerobubble.integrations.trainer_run import read_run
-from zerobubble.integrations.transformers import PipelineTrainer
+from zerobubble.integrations.transformers import FOLDER, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_transformers.py")
 CASES = ("float32", "plain", "tied", "accumulation", "label smoothing", "own loss", "adapters", "saved", "bf16")
@@ -88,7 +91,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("trainer")
     cases = cases_played(request, "test_two_ranks_train_as_trainer_on_one_device")
     cases |= cases_played(request, "test_weights_in_callbacks_and_after_training_are_those_of_one_device")
-    run_program(PROGRAM, folder, "--cases", *sorted(cases | {"float32", "accumulation", "saved"}))
+    run_program(PROGRAM, folder, "--cases", *sorted(cases | {"float32", "accumulation", "saved", "own optimizer"}))
     return folder
 
 
@@ -137,6 +140,43 @@ def test_three_ranks_go_on_from_a_checkpoint_of_two(pipelined: Path, reference: 
     run_program(PROGRAM, tmp_path, "--cases", "saved", "--resume", str(pipelined / "saved/checkpoint-10"), ranks=3)
     assert_same_log(tmp_path, reference, "saved")
     assert_same_weights(tmp_path, reference, "saved")
+
+
+@pytest.mark.feature("resuming from Trainer on one device")
+@pytest.mark.parametrize("case", ["saved", "own optimizer"])
+def test_a_pipeline_goes_on_from_a_checkpoint_of_one_device(case: str, reference: Path, tmp_path: Path) -> None:
+    run_program(PROGRAM, tmp_path, "--cases", case, "--resume", str(reference / case / "checkpoint-10"), ranks=2)
+    assert_same_log(tmp_path, reference, case)
+    assert_same_weights(tmp_path, reference, case)
+
+
+@pytest.mark.feature("resuming in Trainer on one device")
+def test_one_device_goes_on_from_a_checkpoint_of_a_pipeline(pipelined: Path, reference: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(pipelined / "saved/checkpoint-10", tmp_path / "checkpoint-10")
+    resume = (PROGRAM, tmp_path, "--cases", "saved", "--resume", str(checkpoint))
+    ((code, printed),) = outcomes(*resume, ranks=0)
+    assert code == 1
+    assert "optimizer.pt" in printed[printed.rindex("FileNotFoundError") :]
+    trainer = trainer_of(tmp_path, *CASES_OF_PROGRAM["saved"], 1)
+    trainer.create_optimizer()
+    zb.load(checkpoint / FOLDER, trainer.model, trainer.optimizer)
+    torch.save(trainer.optimizer.state_dict(), checkpoint / "optimizer.pt")
+    run_program(*resume)
+    assert_same_log(tmp_path, reference, "saved")
+    assert_same_weights(tmp_path, reference, "saved")
+
+
+@pytest.mark.refuses("checkpoints with the optimizer of another engine")
+def test_an_optimizer_that_a_pipeline_cannot_load_is_refused(tmp_path: Path) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.Adam(parameters[:1])
+    load_optimizer_of_one_device(str(tmp_path), optimizer, [parameters])
+    (tmp_path / "scheduler.pt").touch()
+    with raises(InputError, str(tmp_path), "resume_from_checkpoint"):
+        load_optimizer_of_one_device(str(tmp_path), optimizer, [parameters])
+    torch.save(torch.optim.Adam(parameters[:2]).state_dict(), tmp_path / "optimizer.pt")
+    with raises(InputError, str(tmp_path / "optimizer.pt"), [2], [3]):
+        load_optimizer_of_one_device(str(tmp_path), optimizer, [parameters])
 
 
 @pytest.mark.feature("a killed rank: one error, no hang")

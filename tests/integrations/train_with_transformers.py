@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapters": ({"lora": True}, {}),
     "bf16": ({"dtype": torch.float32, "optim": "sgd", "bf16": True}, {}),
     "saved": ({"save_strategy": "steps", "save_steps": 10, "load_best_model_at_end": True}, {}),
+    "own optimizer": ({"save_strategy": "steps", "save_steps": 10, "own_optimizer": True}, {}),
 }
 """By name: settings of the model and of TrainingArguments, and arguments of Trainer."""
 
@@ -62,6 +63,7 @@ def trainer_of(folder: Path, settings: dict[str, Any], arguments: dict[str, Any]
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, tie_word_embeddings=settings.pop("tie_word_embeddings", False))
     model = LlamaForCausalLM(config).to(settings.pop("dtype", torch.float64))
+    own_optimizer = settings.pop("own_optimizer", False)
     if settings.pop("lora", False):
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
     training = TrainingArguments(
@@ -80,6 +82,8 @@ def trainer_of(folder: Path, settings: dict[str, Any], arguments: dict[str, Any]
     )
     data = [sample(index) for index in range(SAMPLES)]
     given: dict[str, Any] = {"model": model, "args": training, "train_dataset": data[:80], "eval_dataset": data[80:], **arguments}
+    if own_optimizer:  # in another order than the model
+        given["optimizers"] = torch.optim.AdamW(reversed(list(model.parameters())), lr=3e-3), None
     if "WORLD_SIZE" not in os.environ:
         return Trainer(**given)
     from zerobubble.integrations.transformers import PipelineTrainer

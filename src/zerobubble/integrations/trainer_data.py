@@ -8,14 +8,14 @@ import zerobubble as zb
 from zerobubble.integrations.batches import digest_of, refuse_different_digests
 
 
-def args_with(args: Any, **properties: int) -> Any:
+def args_with(args: Any, **properties: Any) -> Any:
     """Returns the arguments of Trainer with other properties, such as one process for each replica, and all other attributes of `args`.
 
     By the number of the process, Transformers seeds the workers of data loaders, and samples batches of similar lengths.
     """
     kind = type(args)
 
-    def constant(value: int) -> property:
+    def constant(value: Any) -> property:
         return property(lambda _: value)
 
     changed: Any = object.__new__(type(kind.__name__, (kind,), {name: constant(value) for name, value in properties.items()}))

@@ -35,13 +35,16 @@ from zerobubble.runtime.values.random_state import states_restored
 with needed("transformers"):
     import transformers
     from accelerate.data_loader import prepare_data_loader
+    from accelerate.optimizer import AcceleratedOptimizer
     from transformers.trainer import SCHEDULER_NAME
+    from transformers.training_args import ParallelMode
 
     from zerobubble.integrations.batches import num_samples, samples_of
     from zerobubble.integrations.hidden_methods import refuse_hidden_methods
     from zerobubble.integrations.over_replicas import gather_over_replicas, reduce_over_replicas
     from zerobubble.integrations.stream_ends import count_samples, note_remainder, num_read, nums_counted
     from zerobubble.integrations.trainer_callbacks import SharedCallbacks
+    from zerobubble.integrations.trainer_checkpoint import load_optimizer_of_one_device
     from zerobubble.integrations.trainer_data import args_with, refuse_different_batches
     from zerobubble.integrations.trainer_example import example_of, remedies_of_trainer
     from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
@@ -49,8 +52,12 @@ with needed("transformers"):
     from zerobubble.integrations.whole_model import from_last_stage, replaced
     from zerobubble.integrations.whole_outputs import WholeOutputs
 
-FOLDER = "pipeline"
-"""The folder of a checkpoint of Trainer that has the state of the pipeline and its optimizer."""
+FOLDER = "pipeline_optimizer"
+"""The folder of a checkpoint of Trainer that has the state of the pipeline and its optimizer.
+
+Trainer takes a folder for an optimizer if "optimizer" is in its name. So Trainer without a pipeline looks for optimizer.pt, and raises an
+error if there is none, instead of starting with a new optimizer.
+"""
 
 
 def default_microbatches(ranks: int, samples: int) -> int:
@@ -122,6 +129,8 @@ class PipelineMixin(_Trainer):
         self._mesh: DeviceMesh | None = self._options.get("mesh")
         self._pipe: zb.Pipeline | None = None
         self._cut_model: nn.Module | None = None
+        self._own_optimizer: torch.optim.Optimizer | None = None
+        self._given_groups: list[list[Tensor]] = []
         super().__init__(*args, **kwargs)
         self._whole_outputs = WholeOutputs(self._from_last_stage)
         self._computed = TrainerLoss(self, loss_weight, self._options.get("batch_dims", {}), self._merged_attributes)
@@ -245,13 +254,26 @@ class PipelineMixin(_Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer of this rank's parameters."""
-        super().create_optimizer(model if self.optimizer is not None else _Stages(self.pipeline, self.model, self._output_of_batch))
-        return self.optimizer
+        is_given = self.optimizer is not None
+        stages = model if is_given else _Stages(self.pipeline, self.model, self._output_of_batch)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(stages)
+        if not is_given:
+            self._own_optimizer = optimizer
+        return optimizer
+
+    def _groups_of_whole_model(self) -> list[list[Tensor]]:
+        """Returns the parameter groups that the optimizer would have on one device, with the parameters in the same order."""
+        if self.optimizer.optimizer is not self._own_optimizer:
+            return self._given_groups
+        with replaced(self, optimizer=None):
+            return [group["params"] for group in super().create_optimizer(self.model).param_groups]
 
     def _keep_parameters_of_stages(self) -> None:
         """Takes the parameters of other ranks' stages from the optimizer, which a subclass may have made of all parameters."""
         own = {id(parameter) for parameter in self.pipeline.parameters()}
         others = {id(parameter) for parameter in self.model.parameters()} - own
+        if not isinstance(self.optimizer, AcceleratedOptimizer):  # the first time
+            self._given_groups = [list(group["params"]) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in others]
         if {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]} - own:
@@ -527,11 +549,22 @@ class PipelineMixin(_Trainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, FOLDER)):
+        if checkpoint is None:
             return
-        with states_restored(None, self.args.device):  # Trainer restores its own after it has fetched the first batches
-            zb.load(os.path.join(checkpoint, FOLDER), self.pipeline, self.optimizer.optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+        if os.path.isdir(os.path.join(checkpoint, FOLDER)):
+            with states_restored(None, self.args.device):  # Trainer restores its own after it has fetched the first batches
+                zb.load(os.path.join(checkpoint, FOLDER), self.pipeline, self.optimizer.optimizer)
+        else:
+            load_optimizer_of_one_device(checkpoint, self.optimizer.optimizer, self._groups_of_whole_model())
+        if os.path.isfile(scheduler := os.path.join(checkpoint, SCHEDULER_NAME)):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Loads the random states like Trainer: from a checkpoint of one process, the same on every rank."""
+        is_of_one = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, "rng_state.pth"))
+        args = args_with(self.args, world_size=1, parallel_mode=ParallelMode.NOT_DISTRIBUTED) if is_of_one else self.args
+        with replaced(self, args=args):
+            super()._load_rng_state(checkpoint)
 
     # Options that a pipeline does not support
 
