@@ -20,7 +20,6 @@ from tests.thinned import every
 from zerobubble import InputError, Limits, Placement
 from zerobubble.errors import ParseError
 from zerobubble.partition import (
-    Cuts,
     Layer,
     activation_limits,
     balance,
@@ -34,6 +33,7 @@ from zerobubble.partition import (
 )
 from zerobubble.partition.balancing import fitting_cut
 from zerobubble.partition.capacity import Loads, capacities_of
+from zerobubble.partition.layers import Cuts
 from zerobubble.partition.local_search import Annealing
 from zerobubble.units import read_bytes
 
