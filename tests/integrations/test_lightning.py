@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MeanMetric, R2Score
+from torchmetrics import MeanMetric, Metric, MetricCollection, R2Score
 from torchmetrics.classification import MulticlassF1Score
 
 import zerobubble as zb
@@ -505,6 +505,38 @@ def test_a_metric_is_that_of_one_device_or_an_error(options: dict[str, bool], on
         x = data().dataset.tensors[0]
         expected = MulticlassF1Score(CLASSES, average="macro")(x[:, :CLASSES], labels(x))
         assert float(one_rank.callback_metrics["f1"]) == pytest.approx(float(expected))
+
+
+class RowCount(Metric):
+    """Counts rows, those after the first update `times` as often."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.add_state("rows", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor) -> None:
+        self.rows += len(x) * (self.times if self.rows else 1)
+
+    def compute(self) -> Tensor:
+        return self.rows
+
+
+class Counted(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = MetricCollection({"once": RowCount(1), "twice": RowCount(2)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.counts.update(batch[0])
+        return self.model(batch[0]).square().mean()
+
+
+def test_metrics_that_are_equal_in_the_first_microbatch_stay_apart(one_rank: lightning.Trainer) -> None:
+    module = Counted()
+    one_rank.fit(module, data())
+    counts = module.counts.compute()
+    assert counts["twice"] > counts["once"] == one_rank.global_step * len(data().dataset)
 
 
 class Printing(Faulty):

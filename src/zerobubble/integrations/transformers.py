@@ -417,6 +417,11 @@ class PipelineMixin(_Trainer):
         with replaced(self, args=args_with(self.args, world_size=self._num_replicas)):
             return super().predict(*args, **kwargs)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the card like Trainer, which takes the batch size from the number of processes, here of replicas."""
+        with replaced(self, args=args_with(self.args, world_size=self._num_replicas)):
+            super().create_model_card(*args, **kwargs)
+
     @property
     def _generates(self) -> bool:
         return isinstance(self, transformers.Seq2SeqTrainer) and self.args.predict_with_generate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -101,4 +102,6 @@ def main(folder: Path, pipelined: bool) -> None:
         if pipelined:
             trainer.close()
     if trainer.is_world_process_zero():
+        card = (folder / "README.md").read_text()
+        figures["batch sizes of the card"] = {name: int(size) for name, size in re.findall(r"(\w*batch_size): (\d+)", card)}
         write_results(folder, figures, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict())

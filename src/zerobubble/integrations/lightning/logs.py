@@ -170,6 +170,17 @@ def _state_of(metric: Metric, attribute: str, found: list[tuple[Entry, float]], 
     return MetricState(attribute, state)
 
 
+def keep_apart(module: pl.LightningModule) -> None:
+    """Makes each Metric of a MetricCollection compute alone, as with `compute_groups=False`.
+
+    A collection groups Metrics whose states are equal after its first update. That is the update of a microbatch, in whose few samples they
+    may be equal by chance.
+    """
+    for collection in module.modules():
+        if isinstance(collection, MetricCollection) and not collection._groups_checked:
+            collection._enable_compute_groups = False
+
+
 def counts_of(module: pl.LightningModule) -> dict[str, int]:
     """Returns how often each Metric of a module was updated, by name."""
     return {name: metric._update_count for name, metric in module.named_modules() if isinstance(metric, Metric)}

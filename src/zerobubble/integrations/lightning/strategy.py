@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
+from zerobubble.integrations.lightning.logs import keep_apart
 from zerobubble.integrations.lightning.prediction_writers import written_once
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
@@ -154,6 +155,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         refuse_module(self.lightning_module, self._settings)
+        keep_apart(self.lightning_module)
         self._share_state(self.lightning_module)
         trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = StepResult
         if trainer.state.fn == TrainerFn.FITTING:
