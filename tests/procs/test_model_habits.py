@@ -428,6 +428,16 @@ class InvertsSpectra(Blocks):
         self.layers = nn.ModuleList(SpectrumBlock() for _ in range(4))
 
 
+class NamesAModuleTwice(Layers):
+    """One module under two names, whose weight is also that of another stage, as T5's embedding after `resize_token_embeddings`."""
+
+    def set_up(self) -> None:
+        layers, head = self.layers, self.head
+        del self.layers, self.head
+        self.first, self.layers, self.head = layers[0], layers, head
+        self.head.weight = self.first.weight
+
+
 class CompiledIntoOthers(Blocks):
     def set_up(self) -> None:
         self.layers = nn.ModuleList(torch.compile(Block(), backend="eager") for _ in range(4))
@@ -527,7 +537,7 @@ RIGHT: list[type[nn.Module]] = [
     ReadsDevicesInsideParts,
     *(Layers, Blocks, InAPlainDict, InAModuleDict, ListsOfParameters, Parametrized, TellsLayersApart, BackwardHooks),
     *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward, DifferentiatesInside, Remembers),
-    *(ReadsByNumpy, InvertsSpectra),
+    *(ReadsByNumpy, InvertsSpectra, NamesAModuleTwice),
 ]
 REFUSED: list[tuple[type[nn.Module], Stated]] = [
     (TrainsTheParent, ("layers.0", 4)),

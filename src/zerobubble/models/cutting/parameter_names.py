@@ -28,14 +28,16 @@ class ParameterNames:
 
     def __init__(self, model: nn.Module, units: Units) -> None:
         self.named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-        self.outside = self._outside(units)
+        self.outside = self._outside(model, units)
         holder = {id(parameter): name for name, unit in units.units.items() for parameter in unit.parameters()}
         first = next(iter(units.units), "")
         self.homes: Mapping[str, str] = {name: holder.get(id(self.named[name]), first) for name in self.outside}
 
-    def _outside(self, units: Units) -> dict[str, list[str]]:
-        inside = tuple(f"{unit}." for unit in units.units)
-        outside = [name for name in self.named if not name.startswith(inside)]
+    def _outside(self, model: nn.Module, units: Units) -> dict[str, list[str]]:
+        """Returns the names outside of all units. A module of a unit may have another name there, such as T5's embedding in its encoder."""
+        inside = {id(module) for unit in units.units.values() for module in unit.modules()}
+        owners = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
+        outside = [name for name in self.named if owners[name.rpartition(".")[0]] not in inside]
         of_parameters: dict[int, list[str]] = {}
         for name in outside:
             of_parameters.setdefault(id(self.named[name]), []).append(name)
