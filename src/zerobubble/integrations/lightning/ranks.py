@@ -27,6 +27,7 @@ from zerobubble.integrations.lightning.refusals import refuse_loader
 from zerobubble.integrations.lightning.world import connecting, store_of_retry
 from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
 from zerobubble.runtime.step.optimizers import SAVED_BY
+from zerobubble.runtime.transport.contact import exchanging
 
 
 class PipelineRanks:
@@ -108,6 +109,7 @@ class PipelineRanks:
         if pipe is not None and pipe._steps.guard.closed is None:
             stack.enter_context(pipe._steps.guard.during(f"while {doing}"))
             stack.enter_context(pipe._steps.peers.collective(doing))
+            stack.enter_context(exchanging())  # the backend may notice a lost rank first
         return stack
 
     def barrier(self, name: str | None = None) -> None:
