@@ -21,7 +21,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.runtime.device import is_host
 from zerobubble.runtime.split.python_state.identity import Identity
-from zerobubble.runtime.values.memory import is_plain
+from zerobubble.runtime.values.memory import is_plain, sampled_bytes
 from zerobubble.runtime.values.python_objects import is_of_library
 from zerobubble.runtime.values.python_places import array_place
 from zerobubble.runtime.values.shared_values import with_contents
@@ -42,8 +42,6 @@ _DEPTH = 3
 """Levels of nested containers and objects that are compared."""
 
 
-_FEW = 4096
-"""The most elements that are compared of a tensor."""
 _Version = tuple[int, int, bytes]
 """The version of a tensor, its address and the bytes of its elements."""
 _NONE: frozenset[str] = frozenset()
@@ -144,9 +142,8 @@ def _version(tensor: Tensor) -> _Version:
 
 def _bytes_of(tensor: Tensor) -> bytes:
     """Returns elements of a tensor, unseen by modes, which would take this for code of the model that reads values."""
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-        elements = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _FEW)].contiguous()
-        return elements.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes()
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return sampled_bytes(tensor).numpy().tobytes()
 
 
 def frozen_in(module: nn.Module) -> frozenset[str]:

@@ -17,9 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from zerobubble.errors import InputError
-
-_SAMPLED = 4096
-"""Number of elements that are compared of a tensor."""
+from zerobubble.runtime.values.memory import sampled_bytes
 
 _READ_NOTHING = ("AddBackward0", "SubBackward0")
 """Autograd nodes whose backward pass reads none of their operands."""
@@ -132,7 +130,4 @@ def _sample_of(tensor: Tensor) -> Tensor | None:
     """Returns the bytes of evenly spaced elements of a plain tensor, None of any other kind."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return None
-    with torch.no_grad():
-        step = -(-tensor.numel() // _SAMPLED)
-        sample = tensor.detach().reshape(-1)[::step].clone(memory_format=torch.contiguous_format)
-        return sample.resolve_conj().resolve_neg().view(torch.uint8)
+    return sampled_bytes(tensor)

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from zerobubble.runtime.device import interface, is_host
 
+_SAMPLED = 4096
+"""Number of elements that are compared of a tensor whose values may change unseen."""
 _SPACED = 64
 """The most elements that stand for a tensor."""
 _PLAIN = (Tensor, nn.Parameter)
@@ -86,6 +88,14 @@ def is_memory(tensor: Tensor) -> bool:
 def in_host_memory(tensor: Tensor) -> Tensor:
     """Returns an accelerator's tensor as a copy in host memory, for which the host does not wait; any other tensor as it is."""
     return tensor if is_host(tensor.device) or not is_plain(tensor) else interface(tensor.device).copy_on_host(tensor)
+
+
+def sampled_bytes(tensor: Tensor) -> Tensor:
+    """Returns up to 4096 evenly spaced elements of a plain tensor that is not empty, as bytes in memory of their own."""
+    with torch.no_grad():
+        step = -(-tensor.numel() // _SAMPLED)
+        sample = tensor.detach().reshape(-1)[::step].clone(memory_format=torch.contiguous_format)
+        return sample.resolve_conj().resolve_neg().view(torch.uint8)
 
 
 def spaced_elements(tensor: Tensor) -> Tensor:
