@@ -16,7 +16,7 @@ from tests.procs.versions import VERSION
 
 pytestmark = [pytest.mark.long, pytest.mark.spread, cpu_only("it starts ranks on other devices")]
 FILES = {
-    "docs/train-on-gpus.md": ["run.svg", "checkpoint"],
+    "docs/train-on-gpus.md": ["run.svg", "gpus-checkpoint"],
     "docs/hugging-face.md": ["checkpoint", "adapter"],
     "docs/long-sequences.md": [],
 }

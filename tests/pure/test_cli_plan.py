@@ -452,6 +452,16 @@ def test_a_plan_from_times_reports_how_many_layers_its_stages_need() -> None:
         assert "The winner has" not in CliRunner().invoke(main, [*command, *more]).stdout
 
 
+def test_slices_are_suggested_for_few_microbatches_alone() -> None:
+    def printed(microbatches: int, *more: str) -> str:
+        command = ["plan", "--ranks", "8", "--microbatches", str(microbatches), "--budget", "0", "--placement", "linear"]
+        return CliRunner().invoke(main, [*command, *more]).stdout
+
+    states(printed(4), "--slices auto", 4, 8)
+    for microbatches, more in ((64, ()), (4, ("--slices", "2")), (4, ("--recompute", "full", "--memory", "8"))):
+        assert "--slices auto" not in printed(microbatches, *more)
+
+
 # The bar.
 
 

@@ -262,7 +262,7 @@ def test_a_way_without_divided_layers_has_its_call() -> None:
         here = choice.setting
         assert (schedule.num_ranks, schedule.num_stages) == (here.pp, here.pp * here.v)
         assert (schedule.name, schedule.num_microbatches) == (choice.step.schedule, choice.num_microbatches)
-        assert ("mesh" in choice.call) == (here.dp > 1)
+        assert (f'("cuda", ({here.dp}, {here.pp}), mesh_dim_names=("dp", "pp"))' in choice.call) == (here.dp > 1)
     assert all(not choice.call for choice in small(top=50).choices if choice.setting.tp > 1)
 
 

@@ -73,7 +73,7 @@ from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_level
 from zerobubble.planning.problem.workload import limits_for
 from zerobubble.planning.sensitivities import what_if, what_if_text
 from zerobubble.slicing import attention_in
-from zerobubble.units import show_bytes, show_percent, show_range
+from zerobubble.units import counted, show_bytes, show_percent, show_range
 from zerobubble.whole_files import write_text
 
 _PERCENT = NumberRange(0, 100, min_open=True, max_open=True)
@@ -304,7 +304,8 @@ def _answer(
     with search_progress(search) as watch:
         arguments = search.arguments(search.objective or (question.objective if link is None else None), watch)
         found = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
-    answer = Answer(found, {}, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, _sizes(question, options))))
+    remarks = *_on_layers(found, question, search), *_on_slices(found, options), *_microbatches_in_bytes(options, _sizes(question, options))
+    answer = Answer(found, {}, remarks)
     return _with_memory(answer, None if options.rank_bytes is None else DeviceMemory(options.rank_bytes))
 
 
@@ -314,6 +315,9 @@ def _slices(options: PlanOptions, question: Question) -> dict[str, Any]:
     attention = attention_in(known) if known and not options.attention else options.attention
     return {"slices": options.slices or len(known) or 1, "attention": attention}
 
+
+_FULL, _MUCH_IDLE = 4, 0.2
+"""Slices are suggested for fewer microbatches per rank than this, if at least this share of the best step must be idle."""
 
 _FLAGS = {
     "layers": "--layers",
@@ -368,6 +372,19 @@ def _on_layers(found: Plan, question: Question, search: SearchOptions) -> tuple[
     if search.num_layers is not None or placement.stages_per_rank == 1 or not isinstance(question.work, Workload):
         return ()
     return (f"The winner has {placement.num_stages} stages, each of at least one layer. Give --num-layers N if the model has fewer.",)
+
+
+def _on_slices(found: Plan, options: PlanOptions) -> tuple[str, ...]:
+    """Names slices where few whole microbatches leave ranks idle in every order."""
+    problem = found.problem
+    has_other_axes = any(
+        (problem.sharded, problem.recomputation, problem.head, problem.host, options.shares, options.speeds, options.baseline)
+    )
+    is_short = problem.num_microbatches < _FULL * problem.placement.num_ranks and found.least_bubble >= _MUCH_IDLE
+    if has_other_axes or not is_short or options.slices or problem.slices > 1 or options.what_if is not None:
+        return ()
+    few = counted(problem.num_microbatches, "microbatch")
+    return (f"No order of {few} keeps {counted(problem.placement.num_ranks, 'rank')} busy. If they are long sequences, try --slices auto.",)
 
 
 def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:

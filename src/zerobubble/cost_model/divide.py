@@ -69,7 +69,8 @@ class Division(Displayed):
             return ""
         stages = f", stages_per_rank={here.v}" if here.v > 2 else ""
         made = f"zb.make({self.step.schedule!r}, {here.pp}, {count}{stages})".replace("'", '"')
-        mesh = ", mesh=mesh" if here.dp > 1 else ""
+        shape = f'({here.dp}, {here.pp}), mesh_dim_names=("dp", "pp")'
+        mesh = f', mesh=init_device_mesh("cuda", {shape})' if here.dp > 1 else ""
         return f"zb.Pipeline(zb.split(model), {made}, {count}, loss_fn{mesh})"
 
     def to_dict(self) -> dict[str, Any]:
