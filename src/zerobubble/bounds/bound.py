@@ -44,6 +44,6 @@ class Bounds(NamedTuple):
         return f"span {self.span}\nmakespan {self.makespan}"
 
 
-def strongest(known: Sequence[Bounds]) -> Bounds:
+def strongest(bounds: Sequence[Bounds]) -> Bounds:
     """The strongest of several valid bounds, for the span and for the makespan."""
-    return Bounds(*(max(each, key=lambda bound: bound.time) for each in zip(*known, strict=True)))
+    return Bounds(*(max(alternatives, key=lambda bound: bound.time) for alternatives in zip(*bounds, strict=True)))

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from zerobubble.arguments import takes
 from zerobubble.bounds.bound import Bound, Bounds, strongest
 from zerobubble.bounds.chain import (
+    BoundedTime,
     ChainNeeds,
     RankPasses,
-    Window,
     chain_needs,
     first_starts,
     passes_by_rank,
@@ -64,7 +64,7 @@ def bounds_with_delay(placement: Placement, num_microbatches: int, costs: Costs,
         message = "a bound for {num_microbatches} microbatches needs as many shares, the costs have {num_shares}"
         raise InputError(message, num_microbatches=num_microbatches, num_shares=len(costs.shares))
     if saves_time(costs):
-        alone = [bounds_with_delay(placement, num_microbatches, each, limits, delay) for each in without_savings(placement, costs)]
+        alone = [bounds_with_delay(placement, num_microbatches, unsaved, limits, delay) for unsaved in without_savings(placement, costs)]
         return strongest(alone).with_remark(remark_on_savings(costs))
     if not costs.shares:
         return _bounds_of_equal(placement, num_microbatches, costs, limits, delay)
@@ -117,9 +117,9 @@ def _work_claims(placement: Placement, costs: Costs, kinds: Sequence[Kind], begi
 
 def _thresholds(shares: Sequence[float]) -> list[float]:
     """Up to `MOST_THRESHOLDS` of the shares, including the smallest and the largest."""
-    known = sorted(set(shares))
-    step = max(1, (len(known) - 1) / (MOST_THRESHOLDS - 1))
-    return [known[round(place * step)] for place in range(min(len(known), MOST_THRESHOLDS))]
+    distinct = sorted(set(shares))
+    step = max(1, (len(distinct) - 1) / (MOST_THRESHOLDS - 1))
+    return [distinct[round(place * step)] for place in range(min(len(distinct), MOST_THRESHOLDS))]
 
 
 @takes()
@@ -131,20 +131,20 @@ def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: S
     bytes of a microbatch on each rank, figures are in microbatches.
     """
     check_parts(placement, costs, limits)
-    one = "the largest" if costs.shares else "one"
+    which = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     needed = placement.rank_sums(costs.held_after_f)
-    return shortage_text(needed, limits.memory if limits else needed, sizes, one)
+    return shortage_text(needed, limits.memory if limits else needed, sizes, which)
 
 
-def shortage_text(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[int], one: str = "one") -> str:
+def shortage_text(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[int], which: str = "one") -> str:
     """Names the ranks that need more bytes for one microbatch than they have; in microbatches if `sizes` are given."""
     lacks = [(rank, need, limit) for rank, (need, limit) in enumerate(zip(needed, memory, strict=True)) if need > limit]
     ranks_by_lack: dict[str, list[int]] = {}
     for rank, need, limit in lacks:
         if sizes:
             has = counted(limit / sizes[rank], "microbatch")
-            lack = f"has memory for {has} and needs memory for {need / sizes[rank]:.4g} to run {one} alone"
+            lack = f"has memory for {has} and needs memory for {need / sizes[rank]:.4g} to run {which} alone"
         else:
             show = partial(counted, noun="byte") if show_bytes(need) == show_bytes(limit) else show_bytes
             lack = f"needs {show(need)} for one microbatch, {show(need - limit)} more than its limit of {show(limit)}"
@@ -201,14 +201,14 @@ def _claims_of_rank(here: RankPasses, begin: int) -> Iterator[Claim]:
     yield Claim(here.starts[0] - begin + full, partial(full_memory_reason, here, full))
 
 
-def _strongest_within(window: Window, by_rank: Sequence[RankPasses], known: Sequence[Claim]) -> Claim:
-    """Returns the strongest claim about the length of `window`, among the `known` ones and those from each rank."""
-    claims = [*known, *(claim for here in by_rank for claim in _claims_of_head_and_tail(here, window))]
+def _strongest_within(window: BoundedTime, by_rank: Sequence[RankPasses], claims: Sequence[Claim]) -> Claim:
+    """Returns the strongest claim about the length of `window`, among `claims` and the claims of each rank."""
+    claims = [*claims, *(claim for here in by_rank for claim in _claims_of_head_and_tail(here, window))]
     best = max(claims, key=_time_of)
     return max([best, *_claims_of_memory_wait(by_rank, window, best.time)], key=_time_of)
 
 
-def _claims_of_head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
+def _claims_of_head_and_tail(here: RankPasses, window: BoundedTime) -> Iterator[Claim]:
     """For each pair of visits: the time until the `first`, the work that lies between, and the time from the `last` to the end.
 
     A claim holds if some microbatch makes the `first` visit before the last microbatch makes the `last`.
@@ -226,7 +226,7 @@ def _claims_of_head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim
                 yield Claim(head + max(0, between) + tail, partial(head_and_tail_reason, here, window, first, last))
 
 
-def _claims_from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Claim]:
+def _claims_from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: BoundedTime) -> Iterator[Claim]:
     """Claims from the earliest starts of the last microbatch and from busy ranks, for a window that begins with the first pass of all
     ranks.
     """
@@ -244,7 +244,7 @@ def _claims_from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Se
         yield Claim(busy.time, partial(busy_reason, busy, event))
 
 
-def _claims_of_memory_wait(by_rank: Sequence[RankPasses], window: Window, threshold: int) -> Iterator[Claim]:
+def _claims_of_memory_wait(by_rank: Sequence[RankPasses], window: BoundedTime, threshold: int) -> Iterator[Claim]:
     """Claims that the forwards of a visit wait for memory, each stronger than `threshold` (ns) and than the claim before.
 
     Weaker ones are skipped because they are expensive to compute.

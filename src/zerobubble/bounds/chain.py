@@ -42,8 +42,8 @@ def chain_needs(placement: Placement, costs: Costs, delay: int = 0) -> ChainNeed
     """
     stages, home = placement.num_stages, placement.routes[0]
     chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
-    known = set(chain)
-    needs = {op: [maker for value in uses(op, stages) for maker in makers(value) if maker in known] for op in chain}
+    ops = set(chain)
+    needs = {op: [maker for value in uses(op, stages) for maker in makers(value) if maker in ops] for op in chain}
     lags = {op: [(need, _lag(need, op, home, costs)) for need in needs[op]] for op in TopologicalSorter(needs).static_order()}
     last = Op(Kind.B, stages - 1, 0)
     lags[last] = [(need, lag + delay) for need, lag in lags[last]]
@@ -90,10 +90,10 @@ def passes_by_rank(placement: Placement, microbatches: int, costs: Costs, limits
         visits[placement.routes[0][op.stage]].append((place, op))
     load = cache(lambda *columns: RankLoad(*columns))
     by_rank = []
-    for rank, own in enumerate(visits):
-        stages = [op.stage for _, op in own if op.kind is Kind.F]
+    for rank, rank_visits in enumerate(visits):
+        stages = [op.stage for _, op in rank_visits if op.kind is Kind.F]
         columns = _columns(stages, costs, microbatches, limits.memory[rank] if limits else None)
-        places, passes = zip(*own, strict=True)
+        places, passes = zip(*rank_visits, strict=True)
         by_rank.append(RankPasses(rank, load(*columns), passes, places, tuple(chain[op] for op in passes)))
     return by_rank
 
@@ -109,7 +109,7 @@ def _columns(stages: Sequence[int], costs: Costs, microbatches: int, limit: int 
     return (*times, *held, microbatches, capacity // unit)
 
 
-class Window(NamedTuple):
+class BoundedTime(NamedTuple):
     """A time to be bounded: the span of a rank, or the makespan (`rank` None).
 
     It begins with the first pass at `place` in the chain, whose earliest start is `start` (ns), and ends with the last W. For a microbatch
@@ -122,19 +122,19 @@ class Window(NamedTuple):
     ends: Sequence[int]
 
 
-def whole_step(chain: Chain, costs: Costs) -> Window:
+def whole_step(chain: Chain, costs: Costs) -> BoundedTime:
     """Returns the window of the makespan."""
-    return Window(None, 0, 0, ends(chain, chain, costs))
+    return BoundedTime(None, 0, 0, ends(chain, chain, costs))
 
 
 def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
     """Returns, for each place of the chain, the end (ns) of the last W of `passes` whose B is there or later; 0 if there is none."""
-    own = set(passes)
-    last = [_end_of(op, chain, costs) if op.kind is Kind.B and op in own else 0 for op in reversed(chain)]
+    chosen = set(passes)
+    last = [_end_of(op, chain, costs) if op.kind is Kind.B and op in chosen else 0 for op in reversed(chain)]
     return list(accumulate(last, max))[::-1]
 
 
-def spans_of(by_rank: Sequence[RankPasses], chain: Chain, costs: Costs) -> list[Window]:
+def spans_of(by_rank: Sequence[RankPasses], chain: Chain, costs: Costs) -> list[BoundedTime]:
     """Returns the spans to bound: that of the first stage's rank, and any that is longer for a microbatch alone.
 
     Other spans need no bound of their own: anything that makes one of them long makes the span of the first stage's rank at least as long.
@@ -142,7 +142,7 @@ def spans_of(by_rank: Sequence[RankPasses], chain: Chain, costs: Costs) -> list[
     first = min(by_rank, key=lambda home: home.places[0])
     limit = _end_of(first.passes[-1], chain, costs)
     longest = [home for home in by_rank if home is first or _end(home, chain, costs) - home.starts[0] > limit]
-    return [Window(home.rank, home.places[0], home.starts[0], ends(chain, home.passes, costs)) for home in longest]
+    return [BoundedTime(home.rank, home.places[0], home.starts[0], ends(chain, home.passes, costs)) for home in longest]
 
 
 def _end(home: RankPasses, chain: Chain, costs: Costs) -> int:

@@ -38,7 +38,7 @@ def bounds_with_divided_head(
     check_parts(placement, costs, limits)
     if saves_time(costs):
         shorter = [
-            bounds_with_divided_head(placement, num_microbatches, each, limits, levels) for each in without_savings(placement, costs)
+            bounds_with_divided_head(placement, num_microbatches, unsaved, limits, levels) for unsaved in without_savings(placement, costs)
         ]
         return strongest(shorter).with_remark(remark_on_savings(costs))
     if levels:  # the delay between the last F and B is dropped, which makes the bound no larger

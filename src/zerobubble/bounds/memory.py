@@ -28,10 +28,10 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
     (at once, or after all its F) until its bytes and those of the others fit. The microbatch before the oldest must have progressed until
     its bytes fit in addition to theirs.
     """
-    pace, last, each = load.forward[visit], load.microbatches - 1, load.held_during(visit)
-    if not each:
+    pace, last, held = load.forward[visit], load.microbatches - 1, load.held_during(visit)
+    if not held:
         return 0
-    others, slowest = min(load.limit // each - 1, last), starts[-1] - starts[visit] + load.backwards[-1]
+    others, slowest = min(load.limit // held - 1, last), starts[-1] - starts[visit] + load.backwards[-1]
     if wait_at_most((others, slowest, slowest), pace, last) <= enough:
         return 0
     waits = _waits(load, starts, visit, others)
@@ -39,7 +39,9 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
         return 0
     first = [0] * load.microbatches
     for n in range(1, load.microbatches):
-        soonest = min([max(first[n - count] + own, first[n - count - 1] + older) if count < n else own for count, own, older in waits])
+        soonest = min(
+            [max(first[n - count] + oldest, first[n - count - 1] + older) if count < n else oldest for count, oldest, older in waits]
+        )
         first[n] = max(first[n - 1] + pace, soonest)
     return first[last]
 
@@ -49,8 +51,8 @@ def wait_at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
 
     It is cheap: if it is not above the threshold, the wait itself need not be computed.
     """
-    count, own, older = wait
-    return last * max(pace, ceil(own / max(count, 1)), ceil(older / (count + 1))) + max(own, older)
+    count, oldest, older = wait
+    return last * max(pace, ceil(oldest / max(count, 1)), ceil(older / (count + 1))) + max(oldest, older)
 
 
 class BackwardState(NamedTuple):
@@ -92,16 +94,16 @@ def _waits(load: RankLoad, starts: Sequence[int], visit: int, most: int) -> list
     it, free memory. If several numbers have equal waits, only the largest counts, because it requires the least. The waits grow when a
     state no longer fits.
     """
-    each = load.held_during(visit)
+    held_each = load.held_during(visit)
     since = [(state.left > visit, state.held, max(0, state.time(starts) - starts[visit])) for state in backward_states(load)]
     early, late = ([(held, time) for waiting, held, time in since if waiting == side] for side in (True, False))
-    counts = {most, *((load.limit - held) // each for held, _ in early), *((load.limit - held) // each - 1 for held, _ in late)}
+    counts = {most, *((load.limit - held) // held_each for held, _ in early), *((load.limit - held) // held_each - 1 for held, _ in late)}
     waits = {}
     for count in sorted(count for count in counts if 0 <= count <= most):
-        headroom = load.limit - count * each
-        own = min(time for held, time in early if held <= headroom)
-        waits[own, min(time for held, time in late if held <= headroom - each)] = count
-    return [(count, own, older) for (own, older), count in waits.items()]
+        headroom = load.limit - count * held_each
+        oldest = min(time for held, time in early if held <= headroom)
+        waits[oldest, min(time for held, time in late if held <= headroom - held_each)] = count
+    return [(count, oldest, older) for (oldest, older), count in waits.items()]
 
 
 def memory_energy(load: RankLoad, starts: Sequence[int]) -> int:

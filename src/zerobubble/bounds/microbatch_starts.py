@@ -26,7 +26,7 @@ MOST_STEPS = 60_000
 """Maximum number of pairs of visits to check, over all ranks and microbatches. Each takes about 1.5 us."""
 
 
-class Cause(NamedTuple):
+class StartCause(NamedTuple):
     """The cause of a start: the `reason`, and an earlier visit of a microbatch on a rank, which starts `time` ns before."""
 
     reason: str
@@ -56,9 +56,9 @@ class MicrobatchStarts:
         self.needs = {at[op]: [(*at[need], lag) for need, lag in before] for op, before in needs.items()}
         for _ in range(self.count):
             for (rank, visit), before in self.needs.items():
-                self.ranks[rank].add(visit, max((self.ranks[need].starts[made][-1] + lag for need, made, lag in before), default=0))
-            for own in self.ranks:
-                own.close()
+                self.ranks[rank].add(visit, max((self.ranks[maker].starts[made_in][-1] + lag for maker, made_in, lag in before), default=0))
+            for rank_starts in self.ranks:
+                rank_starts.close()
 
     def last(self, rank: int, visit: int | None) -> int:
         """Returns the earliest start (ns) of a visit of the last microbatch, or the earliest end of the rank's work if `visit` is None."""
@@ -77,7 +77,7 @@ class MicrobatchStarts:
         groups = max(0, self.microbatches - 2) // max(1, self.count - 1)
         return groups, self.microbatches - 1 - groups * (self.count - 1)
 
-    def critical_path(self, rank: int, visit: int | None) -> Iterator[Cause]:
+    def critical_path(self, rank: int, visit: int | None) -> Iterator[StartCause]:
         """Yields the causes that determine `last(rank, visit)`, from the last cause back to the first pass of all."""
         if visit is None or self.last(rank, visit) > self._extrapolated(rank, visit):
             cause = self.ranks[rank].work_before(visit, self.microbatches - 1)
@@ -89,17 +89,17 @@ class MicrobatchStarts:
             for _ in range(groups):
                 yield from self._path_to(*next(iter(self.needs)), self.count - 1)
 
-    def _path_to(self, rank: int, visit: int, microbatch: int) -> Iterator[Cause]:
+    def _path_to(self, rank: int, visit: int, microbatch: int) -> Iterator[StartCause]:
         while cause := self._cause(rank, visit, microbatch):
             yield cause
             _, rank, visit, microbatch, _ = cause
 
-    def _cause(self, rank: int, visit: int, microbatch: int) -> Cause | None:
+    def _cause(self, rank: int, visit: int, microbatch: int) -> StartCause | None:
         """Returns why a pass starts no earlier; None for the first pass of all."""
         start = self.ranks[rank].starts[visit][microbatch]
-        for need, made, lag in self.needs[rank, visit]:
-            if self.ranks[need].starts[made][microbatch] + lag == start:
-                return Cause(TRANSIT, need, made, microbatch, lag)
+        for maker, made_in, lag in self.needs[rank, visit]:
+            if self.ranks[maker].starts[made_in][microbatch] + lag == start:
+                return StartCause(TRANSIT, maker, made_in, microbatch, lag)
         return self.ranks[rank].cause(visit, microbatch) if start else None
 
 
@@ -139,11 +139,11 @@ class _RankStarts:
 
     def add(self, visit: int, ready: int) -> None:
         """Computes the start of a visit of the next microbatch, whose inputs arrive at `ready` (ns)."""
-        own, start, length = self.starts[visit], ready, self.load.pass_times[visit]
-        if own:
-            start = max(start, own[-1] + length, self.after_work(visit, len(own)))
+        starts, start, length = self.starts[visit], ready, self.load.pass_times[visit]
+        if starts:
+            start = max(start, starts[-1] + length, self.after_work(visit, len(starts)))
             if visit in self.memory_waits:
-                start = max(start, self.memory_waits[visit].earliest(len(own)))
+                start = max(start, self.memory_waits[visit].earliest(len(starts)))
         run_ends = self.run_ends[visit]
         for first, time in enumerate(self.run_times[visit]):
             before = self.starts[first][-1]
@@ -151,22 +151,22 @@ class _RankStarts:
             run_ends[first] = end = (end if end > before else before) + time
             if end - length > start:
                 start = end - length
-        idle = start - len(own) * self.work - self.load.before[visit]
-        self.idle[visit].append(max(idle, self.idle[visit][-1]) if own else idle)
-        own.append(start)
+        idle = start - len(starts) * self.work - self.load.before[visit]
+        self.idle[visit].append(max(idle, self.idle[visit][-1]) if starts else idle)
+        starts.append(start)
 
     def close(self) -> None:
         """Completes a microbatch whose visits have all been added: records when it can be in each state."""
         if self.memory_waits:
-            last = [own[-1] for own in self.starts]
+            last = [starts[-1] for starts in self.starts]
             reached = [state.time(last) for state in self.states]
             for memory_waits in self.memory_waits.values():
                 memory_waits.add(reached)
 
     def after_work(self, visit: int | None, microbatch: int) -> int:
         """Returns the earliest start of a visit, or end of all work (None), given the work that cannot be postponed; 0 without any."""
-        known = [idle for idle, _ in self._idle_before(visit, microbatch)]
-        return max(known) + self._done_by(visit, microbatch) if known else 0
+        idle_times = [idle for idle, _ in self._idle_before(visit, microbatch)]
+        return max(idle_times) + self._done_by(visit, microbatch) if idle_times else 0
 
     def _idle_before(self, visit: int | None, microbatch: int) -> list[tuple[int, int]]:
         """Returns the idle times (ns) that must precede a visit, each with the earlier visit that it was computed for."""
@@ -177,27 +177,27 @@ class _RankStarts:
         """Returns the work (ns) that must be done before a visit begins."""
         return (microbatch + 1) * self.work - self.postponable[-1 if visit is None else visit]
 
-    def cause(self, visit: int, microbatch: int) -> Cause:
+    def cause(self, visit: int, microbatch: int) -> StartCause:
         """Returns what a start waits for on this rank."""
         start, length = self.starts[visit][microbatch], self.load.pass_times[visit]
         for first, time in enumerate([*self.run_times[visit], length]):
             for n in range(microbatch + (first < visit)):
                 if self.starts[first][n] + (microbatch + 1 - n) * time == start + length:
-                    return Cause(WORK, self.rank, first, n, start - self.starts[first][n])
+                    return StartCause(WORK, self.rank, first, n, start - self.starts[first][n])
         if self.after_work(visit, microbatch) == start:
             return self.work_before(visit, microbatch)
         return next(  # there is nothing else to wait for
-            Cause(MEMORY, self.rank, made, n, passed)
+            StartCause(MEMORY, self.rank, passed_visit, n, passed)
             for n, state in self.memory_waits[visit].waited_for(microbatch)
-            for made, passed in self.states[state].passes
-            if self.starts[made][n] + passed == start
+            for passed_visit, passed in self.states[state].passes
+            if self.starts[passed_visit][n] + passed == start
         )
 
-    def work_before(self, visit: int | None, microbatch: int) -> Cause:
+    def work_before(self, visit: int | None, microbatch: int) -> StartCause:
         """Returns the cause of `after_work`: the earlier visit from which on the rank has work until this visit or the end (None)."""
         most, first = max(self._idle_before(visit, microbatch))
         begin = self.idle[first].index(most)
-        return Cause(WORK, self.rank, first, begin, most + self._done_by(visit, microbatch) - self.starts[first][begin])
+        return StartCause(WORK, self.rank, first, begin, most + self._done_by(visit, microbatch) - self.starts[first][begin])
 
 
 class _MemoryWaits:
@@ -210,15 +210,15 @@ class _MemoryWaits:
     """
 
     def __init__(self, load: RankLoad, states: Sequence[BackwardState], visit: int) -> None:
-        each = load.held_during(visit)
+        held = load.held_during(visit)
         reduced = sorted(range(len(states)), key=lambda n: states[n].held)
         self.early, self.late = ([n for n in reduced if (states[n].left > visit) == waiting] for waiting in (True, False))
         early, late = ([states[n].held for n in side] for side in (self.early, self.late))
-        most = min(load.limit // each, load.microbatches) - 1
-        memory_waits = [load.limit - count * each for count in range(most + 1)]
+        most = min(load.limit // held, load.microbatches) - 1
+        memory_waits = [load.limit - count * held for count in range(most + 1)]
         # Of counts that allow the same states, only the largest is kept: it is the least restrictive.
         largest = {
-            (bisect_right(early, headroom), bisect_right(late, headroom - each)): count for count, headroom in enumerate(memory_waits)
+            (bisect_right(early, headroom), bisect_right(late, headroom - held)): count for count, headroom in enumerate(memory_waits)
         }
         self.options = [(count, *fitting) for fitting, count in largest.items()]
         self.early_times: list[list[int]] = []

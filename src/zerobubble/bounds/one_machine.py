@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from zerobubble.bounds.chain import ChainNeeds, RankPasses, Window
+from zerobubble.bounds.chain import BoundedTime, ChainNeeds, RankPasses
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
 from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.ir import Op
@@ -45,7 +45,7 @@ class Busy(NamedTuple):
         return self.start + self.work + self.after
 
 
-def busy_ranks(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Busy]:
+def busy_ranks(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: BoundedTime) -> Iterator[Busy]:
     """For each rank, the passes with the largest bound on `window`, which begins with the first pass of all; none for large problems."""
     # `needs` has two passes of each stage, F and B; with W there are three. The bound needs the starts of all microbatches, and `starts`
     # may hold only those of the first `count`.
@@ -82,7 +82,7 @@ def _busiest(rank: int, jobs: Iterable[Job]) -> Busy:
     return best
 
 
-def _times_to_end(needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses], window: Window) -> list[list[list[int]]]:
+def _times_to_end(needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses], window: BoundedTime) -> list[list[list[int]]]:
     """By rank, visit (see `rank_load`) and microbatch, the least ns from the start of the pass to the end of the window, or `NOTHING`."""
     at = {op: (here.rank, visit) for here in by_rank for visit, op in enumerate(here.passes)}
     users: dict[Op, list[tuple[Op, int]]] = {op: [] for op in needs}
@@ -95,7 +95,7 @@ def _times_to_end(needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPa
             used = max((ranks[at[user][0]].times[at[user][1]][-1] + lag for user, lag in users[op]), default=NOTHING)
             rank, visit = at[op]
             ranks[rank].add(visit, used)
-    return [[own[::-1] for own in rank.times] for rank in ranks]
+    return [[visit_times[::-1] for visit_times in rank.times] for rank in ranks]
 
 
 class _TimesToEnd:
@@ -115,14 +115,14 @@ class _TimesToEnd:
 
     def add(self, visit: int, used: int) -> None:
         """Computes the time for the microbatch before, whose pass is followed by `used` ns on other ranks."""
-        own, length = self.times[visit], self.lengths[visit]
-        time = max(used, (len(own) + 1) * self.rest[visit] or NOTHING)
-        if own:
-            time = max(time, own[-1] + length)
+        times, length = self.times[visit], self.lengths[visit]
+        time = max(used, (len(times) + 1) * self.rest[visit] or NOTHING)
+        if times:
+            time = max(time, times[-1] + length)
         total = length
         for last in range(visit + 1, len(self.lengths)):
             total += self.lengths[last]
             run = max(self.runs[visit][last], self.times[last][-1] - self.lengths[last]) + total
             self.runs[visit][last] = run
             time = max(time, run)
-        own.append(time if time > 0 else NOTHING)
+        times.append(time if time > 0 else NOTHING)

@@ -118,11 +118,11 @@ class RankLoad:
         return tuple(map(self._after, range(2 * self.num_stages)))
 
     def _after(self, visit: int) -> int:
-        own, others = self.left(visit), [self.left(n) for n in range(visit + 1, 2 * self.num_stages + 1)]
+        state, others = self.left(visit), [self.left(n) for n in range(visit + 1, 2 * self.num_stages + 1)]
         return (
-            own.work
+            state.work
             - self.pass_times[visit]
-            + self._most(others, self.limit - self.held_during(visit), range(own.first_pending, self.num_stages))
+            + self._most(others, self.limit - self.held_during(visit), range(state.first_pending, self.num_stages))
         )
 
     def _most(self, states: Sequence[MicrobatchState], headroom: int, own_weights: Sequence[int]) -> int:
@@ -146,18 +146,17 @@ class RankLoad:
         """Computes `_most` exactly by dynamic programming over undominated sums; None if there are too many."""
         if self.microbatches * self.num_stages > MOST_EXACT:
             return None
-        one = [(state.held, state.work, range(state.first_pending, self.num_stages)) for state in states]
-        choices = undominated(
-            [sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, headroom)], headroom
-        )
-        known = self._with_weights([(0, 0)], own_weights, headroom)
+        stages = range(self.num_stages)
+        by_state = [self._with_weights([(state.held, state.work)], stages[state.first_pending :], headroom) for state in states]
+        choices = undominated([pair for pairs in by_state for pair in pairs], headroom)
+        sums = self._with_weights([(0, 0)], own_weights, headroom)
         for _ in range(self.microbatches - 1):
-            further = undominated([(held + more, work + gain) for held, work in known for more, gain in choices], headroom)
-            if further == known:
+            further = undominated([(held + more, work + gain) for held, work in sums for more, gain in choices], headroom)
+            if further == sums:
                 break
-            if len(known := further) > MOST_SUMS:
+            if len(sums := further) > MOST_SUMS:
                 return None
-        return known[-1][1]
+        return sums[-1][1]
 
     def _with_weights(self, sums: list[tuple[int, int]], stages: Iterable[int], headroom: int) -> list[tuple[int, int]]:
         """Returns the pairs of bytes and work, with and without the pending W of each of these stages."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from zerobubble.bounds.chain import RankPasses, Window
+from zerobubble.bounds.chain import BoundedTime, RankPasses
 from zerobubble.bounds.microbatch_starts import MEMORY, TRANSIT, WORK, MicrobatchStarts
 from zerobubble.bounds.one_machine import Busy
 from zerobubble.units import named, show_ms
@@ -31,7 +31,7 @@ def head_reason(here: RankPasses, visit: int, idle: int) -> str:
     return f"{_work(here)} and must {_idle_before(here, visit, idle)}"
 
 
-def head_and_tail_reason(here: RankPasses, window: Window, first: int, last: int) -> str:
+def head_and_tail_reason(here: RankPasses, window: BoundedTime, first: int, last: int) -> str:
     """The rank idles before its first pass of one visit and after its last pass of another, all inside `window`."""
     load, end = here.load, window.ends[here.places[last]]
     before = here.starts[first] - window.start - load.before[first]
@@ -49,7 +49,7 @@ def head_and_tail_reason(here: RankPasses, window: Window, first: int, last: int
     )
 
 
-def first_backward_reason(here: RankPasses, window: Window, most: int) -> str:
+def first_backward_reason(here: RankPasses, window: BoundedTime, most: int) -> str:
     """Before its first B a rank can do little work that does not cost an R later."""
     first = here.load.num_stages
     head = f"its first {_name(here, first)} cannot start before {show_ms(here.starts[first] - window.start)}"

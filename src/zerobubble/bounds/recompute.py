@@ -38,6 +38,10 @@ TRIES_BY_PASSES = ((300, 14), (20_000, 6), (100_000, 2))
 tries. In larger problems it is skipped, because a try takes too long."""
 
 
+RecomputeClaim = tuple[bool, int, Callable[[], str]]
+"""A lower bound in ns, with whether it bounds the span as well as the makespan, and the function that gives its reason."""
+
+
 class Price(NamedTuple):
     """The least that a level costs the rank of a stage per microbatch: ns of R, and byte-ns of memory."""
 
@@ -67,7 +71,7 @@ def bounds_with_recompute(
     if saves_time(costs):
         by_level = zip(*(without_savings(placement, plain.with_recompute(level)) for level in levels), strict=True)
         shorter = zip(without_savings(placement, plain), by_level, strict=True)
-        alone = [_bounds_by_level(placement, num_microbatches, each, limits, each_by_level, is_quick) for each, each_by_level in shorter]
+        alone = [_bounds_by_level(placement, num_microbatches, unsaved, limits, at_levels, is_quick) for unsaved, at_levels in shorter]
         passes = strongest(alone).with_remark(remark_on_savings(costs))
     else:
         by_level_of_plain = [plain.with_recompute(level) for level in levels]
@@ -103,27 +107,23 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
     kept = tuple(round(min(level.kept_in(stage) for level in levels) * held) for stage, held in enumerate(costs.held_after_f))
     pending = tuple(map(min, kept, costs.held_after_b))
     reduced = replace(costs, held_after_f=kept, held_after_b=pending)
-    span, makespan = bounds_with_delay(placement, num_microbatches, reduced, limits if fits else None, 0)
-    for rank, begin, time in _work_and_memory(placement, num_microbatches, costs, limits if fits else None, levels):
-        reason = partial(_reason, rank, time, _work_of(placement, costs, rank, num_microbatches))
-        if time > span.time:
-            span = Bound(time, reason(0))
-        if begin + time > makespan.time:
-            makespan = Bound(begin + time, reason(begin))
-    for is_span, time, why in _before_first_backward(placement, num_microbatches, costs, limits if fits else None, levels):
+    memory = limits if fits else None
+    span, makespan = bounds_with_delay(placement, num_microbatches, reduced, memory, 0)
+    problem = (placement, num_microbatches, costs, memory, levels)
+    for is_span, time, why in [*_work_and_memory(*problem), *_before_first_backward(*problem)]:
         if is_span and time > span.time:
             span = Bound(time, why())
         if time > makespan.time:
             makespan = Bound(time, why())
-    known = Bounds(span, makespan)
+    bounds = Bounds(span, makespan)
     passes = 3 * placement.num_stages * num_microbatches
     tries = next((tries for most, tries in TRIES_BY_PASSES if passes <= most), 0)
     if not fits or not tries or is_quick:
-        return known
+        return bounds
     groups = microbatch_groups(costs, num_microbatches, levels)
     slack = Slack(placement, limits, groups)
     without = partial(bounds_with_delay, placement, num_microbatches, groups[0].costs, delay=0)
-    return bounds_from_slack(slack, known, without, _unit(costs, levels), tries)
+    return bounds_from_slack(slack, bounds, without, _unit(costs, levels), tries)
 
 
 def _unit(costs: Costs, levels: Sequence[Level]) -> int:
@@ -142,48 +142,41 @@ def shortage_with_recompute(
     hold the bytes that their levels keep. Of microbatches of unequal cost the largest counts. With `sizes`, the bytes of a microbatch on
     each rank, figures are in microbatches.
     """
-    one = "the largest" if costs.shares else "one"
+    which = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     kept, needed = [0] * placement.num_ranks, [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         saved = costs.held_after_f[stage]
         needed[rank] = max(needed[rank], kept[rank] + saved)
         kept[rank] += min(round(level.kept_in(stage) * saved) for level in levels[stage])
-    return shortage_text(needed, limits.memory, sizes, one)
-
-
-def _work_of(placement: Placement, costs: Costs, rank: int, microbatches: int) -> int:
-    """The ns of the passes F, B and W of a rank."""
-    return microbatches * sum(
-        costs.time(kind, stage) for stage, home in enumerate(placement.routes[0]) if home == rank for kind in (Kind.F, Kind.B, Kind.W)
-    )
+    return shortage_text(needed, limits.memory, sizes, which)
 
 
 def _work_and_memory(
     placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level]
-) -> Iterator[tuple[int, int, int]]:
-    """For each rank: the rank, the earliest start of its first pass, and the least ns from that start to the end of its last pass."""
+) -> Iterator[RecomputeClaim]:
+    """Yields the bounds that follow from the work of each rank and the memory that it holds over time, for any choice of R."""
     starts = earliest_starts(placement, costs)
     least = cache(_least_span)
     for rank in range(placement.num_ranks):
         stages = [stage for stage, home in enumerate(placement.routes[0]) if home == rank]
         prices = tuple(tuple(_price(starts, costs, stage, level) for level in levels) for stage in stages)
         columns = (costs.forward, costs.backward, costs.weight, costs.held_after_f)
-        own = [tuple(column[stage] for stage in stages) for column in columns]
+        of_stages = [tuple(column[stage] for stage in stages) for column in columns]
         pending = tuple(min(costs.held_after_f[stage], costs.held_after_b[stage]) for stage in stages)
-        everything = sum(own[-1]) * microbatches
+        everything = sum(of_stages[-1]) * microbatches
         limit = everything if limits is None else min(limits.memory[rank], everything)
-        load = RankLoad(own[0], own[1], own[2], own[3], pending, microbatches, limit)
-        yield rank, min(starts[Op(Kind.F, stage, 0)] for stage in stages), least(load, prices)
+        load = RankLoad(of_stages[0], of_stages[1], of_stages[2], of_stages[3], pending, microbatches, limit)
+        begin, time = min(starts[Op(Kind.F, stage, 0)] for stage in stages), least(load, prices)
+        reason = partial(_reason, rank, time, load.work)
+        yield True, time, partial(reason, 0)
+        yield False, begin + time, partial(reason, begin)
 
 
 def _before_first_backward(
     placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level]
-) -> Iterator[tuple[bool, int, Callable[[], str]]]:
-    """Yields lower bounds that follow from the work that a rank can do before its first B.
-
-    Each item is (whether it bounds the span as well as the makespan, ns, reason).
-    """
+) -> Iterator[RecomputeClaim]:
+    """Yields lower bounds that follow from the work that a rank can do before its first B."""
     chain = earliest_starts(placement, costs)
     by_rank = passes_by_rank(placement, microbatches, costs, limits, chain)
     most = []
@@ -213,9 +206,9 @@ def _most_before(costs: Costs, stages: Sequence[int], limit: int | None, microba
         for stage, time, saved in columns
     ]
     needed, first = options[-1][0]
-    others = tuple((microbatches - (own is options[-1]), tuple(own)) for own in options)
+    others = tuple((microbatches - (ways is options[-1]), tuple(ways)) for ways in options)
     if limit is None:
-        return first + sum(count * max(won for _, won in own) for count, own in others)
+        return first + sum(count * max(won for _, won in ways) for count, ways in others)
     return first + knapsack(limit - needed, others)
 
 
@@ -237,9 +230,9 @@ def _least_span(load: RankLoad, prices: tuple[tuple[Price, ...], ...]) -> int:
         return load.work
     unused = unused_memory(load)
     weights = {Fraction(0), Fraction(1)}
-    for own in prices:
-        for one, other in combinations(own, 2):
-            slower, saved_memory = one.time - other.time, Fraction(other.memory - one.memory, load.limit)
+    for of_stage in prices:
+        for first, second in combinations(of_stage, 2):
+            slower, saved_memory = first.time - second.time, Fraction(second.memory - first.memory, load.limit)
             if slower + saved_memory and 0 < saved_memory / (slower + saved_memory) < 1:
                 weights.add(saved_memory / (slower + saved_memory))
     return max(ceil(_combination(load, prices, unused, weight)) for weight in weights)
@@ -248,7 +241,7 @@ def _least_span(load: RankLoad, prices: tuple[tuple[Price, ...], ...]) -> int:
 def _combination(load: RankLoad, prices: tuple[tuple[Price, ...], ...], unused: Fraction, weight: Fraction) -> Fraction:
     """The convex combination with this weight on work and the rest on memory, each stage at the level that minimizes it."""
     rest = (1 - weight) / load.limit
-    best = sum(min(weight * price.time + rest * price.memory for price in own) for own in prices)
+    best = sum(min(weight * price.time + rest * price.memory for price in of_stage) for of_stage in prices)
     return weight * load.work + rest * unused + load.microbatches * best
 
 

@@ -21,7 +21,7 @@ from math import floor
 from typing import NamedTuple, TypeVar
 
 from zerobubble.bounds.bound import Bound, Bounds
-from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, passes_by_rank, spans_of, whole_step
+from zerobubble.bounds.chain import BoundedTime, RankPasses, earliest_starts, passes_by_rank, spans_of, whole_step
 from zerobubble.bounds.rank_load import MOST_SUMS, undominated
 from zerobubble.costs import MAX_LIMIT, Costs, Level, Limits
 from zerobubble.ir import Placement
@@ -62,7 +62,7 @@ class MicrobatchGroup(NamedTuple):
         )
         options = (*self.options[stage][:place], *self.options[stage][place + 1 :])
         others = self._replace(num_microbatches=self.num_microbatches - count, options=_with(self.options, stage, options))
-        return [one for one in (having, others) if one.num_microbatches]
+        return [group for group in (having, others) if group.num_microbatches]
 
 
 def microbatch_groups(costs: Costs, microbatches: int, levels: Sequence[Level]) -> list[MicrobatchGroup]:
@@ -72,34 +72,38 @@ def microbatch_groups(costs: Costs, microbatches: int, levels: Sequence[Level]) 
     groups = []
     counts = sorted(Counter(costs.shares).items()) or [(1.0, microbatches)]
     for share, count in counts:
-        each = [own.scaled(share) if costs.shares else own for own in by_level]
+        at_levels = [level_costs.scaled(share) if costs.shares else level_costs for level_costs in by_level]
         recompute_time, kept, options = [], [], []
         for stage in range(costs.num_stages):
-            known = sorted({(own.column("recompute")[stage], own.column("held_input")[stage]) for own in each})
-            least, most = known[0]
+            time_and_held = sorted(
+                {(level_costs.column("recompute")[stage], level_costs.column("held_input")[stage]) for level_costs in at_levels}
+            )
+            least, most = time_and_held[0]
             recompute_time.append(least)
             kept.append(most)
-            options.append(tuple((time - least, most - held) for time, held in known if held < most))
-        alone = replace(each[0], held_after_f=tuple(kept), held_after_b=tuple(map(min, kept, each[0].held_after_b)), further=())
-        groups.append(MicrobatchGroup(count, alone, tuple(recompute_time), each[0].held_after_f, each[0].held_after_b, tuple(options)))
+            options.append(tuple((time - least, most - held) for time, held in time_and_held if held < most))
+        alone = replace(at_levels[0], held_after_f=tuple(kept), held_after_b=tuple(map(min, kept, at_levels[0].held_after_b)), further=())
+        groups.append(
+            MicrobatchGroup(count, alone, tuple(recompute_time), at_levels[0].held_after_f, at_levels[0].held_after_b, tuple(options))
+        )
     return groups
 
 
-class Work(NamedTuple):
+class LeastWork(NamedTuple):
     """By rank, the least span and makespan (ns) without R. All R run between its first F and its last B, so they add to these."""
 
     span: tuple[int, ...]
     makespan: tuple[int, ...]
 
 
-def least_work(placement: Placement, groups: Sequence[MicrobatchGroup]) -> Work:
+def least_work(placement: Placement, groups: Sequence[MicrobatchGroup]) -> LeastWork:
     """The least work of all ranks."""
     by_group = []
     for group in groups:
         chain = earliest_starts(placement, group.costs)
         by_group.append((chain, passes_by_rank(placement, group.num_microbatches, group.costs, None, chain)))
     chain, by_rank = by_group[0]
-    works = [sum(here.load.work for here in own) for own in zip(*(by_rank for _, by_rank in by_group), strict=True)]
+    works = [sum(here.load.work for here in of_groups) for of_groups in zip(*(by_rank for _, by_rank in by_group), strict=True)]
     span, makespan = list(works), [here.starts[0] + work for here, work in zip(by_rank, works, strict=True)]
     if len(groups) == 1:
         step = whole_step(chain, groups[0].costs)
@@ -107,10 +111,10 @@ def least_work(placement: Placement, groups: Sequence[MicrobatchGroup]) -> Work:
             within = (_within(here, window) for window in spans_of(by_rank, chain, groups[0].costs))
             span[here.rank] = max([span[here.rank], *within])
             makespan[here.rank] = max(makespan[here.rank], span[here.rank], _within(here, step))
-    return Work(tuple(span), tuple(makespan))
+    return LeastWork(tuple(span), tuple(makespan))
 
 
-def _within(here: RankPasses, window: Window) -> int:
+def _within(here: RankPasses, window: BoundedTime) -> int:
     """The least length (ns) of the window without R: until the rank's first F, its work until its last B, and what follows."""
     end = window.ends[here.places[-1]]
     if not end or here.places[0] < window.place:
@@ -149,7 +153,7 @@ def rank_savings(placement: Placement, limits: Limits, groups: Sequence[Microbat
             forwards[rank].append((group.num_microbatches, options))
             held[rank].append((group.num_microbatches, group.saved[stage], tuple((kept - saved, saved) for _, saved in options)))
     ranks = zip(forwards, limits.memory, held, strict=True)
-    return [Savings(tuple(own), _most_at_once(limit, here)) for own, limit, here in ranks]
+    return [Savings(tuple(rank_forwards), _most_at_once(limit, here)) for rank_forwards, limit, here in ranks]
 
 
 def _most_at_once(limit: int, held: Sequence[tuple[int, int, Options]]) -> int:
@@ -174,12 +178,12 @@ class Slack:
 
     def memory(self, taken: Sequence[int], time: int) -> Limits:
         """That memory for a schedule of at most `time` ns, if each rank needs `taken` ns for other work: `span` or `makespan`."""
-        saved = (savings.within(time - own) for own, savings in zip(taken, self.savings, strict=True))
+        saved = (savings.within(time - need) for need, savings in zip(taken, self.savings, strict=True))
         return Limits(tuple(min(sum(both), MAX_LIMIT) for both in zip(self.limits.memory, saved, strict=True)))
 
 
-def bounds_from_slack(slack: Slack, known: Bounds, without: Callable[[Limits], Bounds], unit: int, tries: int) -> Bounds:
-    """The bounds by slack if they are above the `known` ones. `without` bounds schedules without R, in multiples of `unit` ns.
+def bounds_from_slack(slack: Slack, bounds: Bounds, without: Callable[[Limits], Bounds], unit: int, tries: int) -> Bounds:
+    """The bounds by slack if they exceed `bounds`. `without` bounds schedules without R, in multiples of `unit` ns.
 
     Each try calls `without`. With few tries, the bounds are weaker but still valid.
     """
@@ -205,14 +209,14 @@ def bounds_from_slack(slack: Slack, known: Bounds, without: Callable[[Limits], B
         why = f"in {show_ms(low)} there is no time for R that saves enough memory; with what there is: {best.reason}"
         return Bound(min(-(-(low + 1) // unit) * unit, best.time), why)
 
-    span = sharper(known.span, slack.span, 0)
-    makespan = sharper(known.makespan, slack.makespan, 1)
+    span = sharper(bounds.span, slack.span, 0)
+    makespan = sharper(bounds.makespan, slack.makespan, 1)
     return Bounds(span, max(makespan, span, key=lambda bound: bound.time))
 
 
 def _with(column: tuple[Value, ...], stage: int, value: Value) -> tuple[Value, ...]:
     """Returns the column with one stage's value replaced."""
-    return tuple(value if here == stage else own for here, own in enumerate(column))
+    return tuple(value if here == stage else entry for here, entry in enumerate(column))
 
 
 @lru_cache(maxsize=4096)
@@ -223,18 +227,18 @@ def knapsack(limit: int, forwards: tuple[tuple[int, Options], ...]) -> int:
     """
     if sum(count for count, _ in forwards) <= MOST_FORWARDS:
         sums = [(0, 0)]
-        for own in (own for count, own in forwards for _ in range(count)):
-            sums = undominated([*sums, *((held + more, won + gain) for held, won in sums for more, gain in own)], limit)
+        for options in (options for count, options in forwards for _ in range(count)):
+            sums = undominated([*sums, *((held + more, won + gain) for held, won in sums for more, gain in options)], limit)
             if len(sums) > MOST_SUMS:
                 break
         else:
             return sums[-1][1]
     prices = {Fraction(0)}
-    for _, own in forwards:
-        for (held, won), (less, other) in product(own, [(0, 0), *own]):
+    for _, options in forwards:
+        for (held, won), (less, other) in product(options, [(0, 0), *options]):
             if held > less and won > other:
                 prices.add(Fraction(won - other, held - less))
-    return floor(min(price * limit + sum(count * _profit(own, price) for count, own in forwards) for price in prices))
+    return floor(min(price * limit + sum(count * _profit(options, price) for count, options in forwards) for price in prices))
 
 
 def _profit(options: Options, price: Fraction) -> Fraction:

@@ -66,16 +66,16 @@ def _turns(placement: Placement, num_microbatches: int, costs: Costs) -> Iterato
     starts = first_starts(placement, costs.least_slice)
     for rank in range(placement.num_ranks):
         stages = [stage for _, stage in placement.stages(rank)]
-        own = range(stages[0], placement.num_stages)
-        there = _through([forward[stage] for stage in own], 0, last) + sum(message[stages[0] :])
-        back = _through([backward[stage] for stage in reversed(own)], last, 0) + sum(message[stages[0] :]) + weight[stages[0]][0]
+        path = range(stages[0], placement.num_stages)
+        there = _through([forward[stage] for stage in path], 0, last) + sum(message[stages[0] :])
+        back = _through([backward[stage] for stage in reversed(path)], last, 0) + sum(message[stages[0] :]) + weight[stages[0]][0]
         for at, stage in enumerate(stages):
-            later = own[own.index(stage) :][1:]
-            before = there + sum(backward[one][last] for one in later) + sum(message[stage:])
-            behind = sum(forward[one][last] for one in later) + sum(message[stage:]) + back
+            later = path[path.index(stage) :][1:]
+            before = there + sum(backward[other][last] for other in later) + sum(message[stage:])
+            behind = sum(forward[other][last] for other in later) + sum(message[stage:]) + back
             some = stages[: at + 1]
-            until = before + sum(total_time(costs, kind, one, num_microbatches) for one in some for kind in (Kind.B, Kind.W))
-            after = behind + sum(total_time(costs, Kind.F, one, num_microbatches) for one in some)
+            until = before + sum(total_time(costs, kind, other, num_microbatches) for other in some for kind in (Kind.B, Kind.W))
+            after = behind + sum(total_time(costs, Kind.F, other, num_microbatches) for other in some)
             where = f"of rank {rank} up to stage {stage}"
             yield _of_rank(until, starts[rank], f"B and W {where} wait {show_ms(before)} for the first B of stage {stage}")
             yield _of_rank(after, starts[rank], f"F {where} end {show_ms(behind)} before the last W of stage {stages[0]}")
@@ -86,9 +86,9 @@ def _through(times: Sequence[Sequence[int]], first: int, last: int) -> int:
 
     On one stage they all run; before it at least the first one ran, and after it the last one.
     """
-    before = accumulate((each[first] for each in times), initial=0)
-    after = [*accumulate((each[last] for each in reversed(times)), initial=0)][-2::-1]
-    return max(early + sum(each) + late for early, each, late in zip(before, times, after, strict=False))
+    before = accumulate((stage_times[first] for stage_times in times), initial=0)
+    after = [*accumulate((stage_times[last] for stage_times in reversed(times)), initial=0)][-2::-1]
+    return max(early + sum(stage_times) + late for early, stage_times, late in zip(before, times, after, strict=False))
 
 
 def _messages(placement: Placement, costs: Costs) -> list[int]:
