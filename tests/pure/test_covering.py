@@ -11,7 +11,7 @@ from zerobubble import InputError, Op
 from zerobubble.offload.choice import Price, improved
 from zerobubble.offload.copies import HostLink
 from zerobubble.offload.covering import RankRow, Window, add_window, candidates, fewest_bytes, with_headstart
-from zerobubble.offload.offloads import Offload, Saved
+from zerobubble.offload.offloads import Offload, SavedPart
 
 LINK = HostLink(to_host=1e9, from_host=1e9)
 
@@ -19,7 +19,7 @@ LINK = HostLink(to_host=1e9, from_host=1e9)
 def row(limit: int, held: list[int], parts: Mapping[tuple[int, int], tuple[int, int, int]]) -> RankRow:
     steps = [(Op.parse(f"0F{number}"),) for number in range(len(held))]
     begins = list(range(0, 10 * len(held), 10))
-    return RankRow(steps, {key: Saved(*part) for key, part in parts.items()}, held, limit, begins, [begin + 10 for begin in begins])
+    return RankRow(steps, {key: SavedPart(*part) for key, part in parts.items()}, held, limit, begins, [begin + 10 for begin in begins])
 
 
 def two_parts(limit: int) -> RankRow:

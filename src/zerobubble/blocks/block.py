@@ -195,10 +195,10 @@ def path_slots(first: int, *runs: tuple[int, int]) -> list[int]:
 
     Each of `runs` is a pair (number of passes, slots from each pass to the next).
     """
-    found = [first]
+    slots = [first]
     for hops, gap in runs:
-        found += [found[-1] + gap * hop for hop in range(1, hops + 1)]
-    return found
+        slots += [slots[-1] + gap * hop for hop in range(1, hops + 1)]
+    return slots
 
 
 @takes()

@@ -72,8 +72,8 @@ def search(
     fitting = ((block, held) for block in blocks if (held := max(steady_peaks(block))) <= memory)
     chosen = nsmallest(tries, fitting, key=lambda pair: (-pair[1], max(row[-1].slot for row in pair[0].starts)))
     repeated = ((block, squeeze(repeat(block, num_microbatches or 3 * placement.num_ranks))) for block, _ in chosen)
-    found = (_best_layout(block, layout, memory, costs) for block, layout in repeated if max(layout.peaks) <= memory)
-    return tuple(sorted(found, key=lambda one: one.span))
+    found_blocks = (_best_layout(block, layout, memory, costs) for block, layout in repeated if max(layout.peaks) <= memory)
+    return tuple(sorted(found_blocks, key=lambda block: block.span))
 
 
 def _blocks(placement: Placement, interval: int, paths: Iterable[list[int]], split: bool, times: Times) -> Iterator[Block]:
@@ -86,7 +86,10 @@ def _blocks(placement: Placement, interval: int, paths: Iterable[list[int]], spl
 def _best_layout(block: Block, squeezed: Layout, memory: int, costs: Costs | None) -> FoundBlock:
     """Reorder with and without keeping the steady phase, and return the better result."""
     layouts = [reorder(squeezed, memory, keep_steady_phase=keep_steady_phase) for keep_steady_phase in (True, False)]
-    return min((FoundBlock(block, one, simulate(one.schedule, costs or one.costs).span) for one in layouts), key=lambda found: found.span)
+    return min(
+        (FoundBlock(block, layout, simulate(layout.schedule, costs or layout.costs).span) for layout in layouts),
+        key=lambda block: block.span,
+    )
 
 
 class Paths:

@@ -102,18 +102,18 @@ def find_early_starts(block: Block) -> Iterator[EarlyStart]:
                         yield EarlyStart(start, maker, end[maker])
 
 
-def collision_sentence(block: Block, found: Collision) -> str:
+def collision_sentence(block: Block, collision: Collision) -> str:
     """Return a sentence with the collision and its remedy."""
     every = f"copies come every {block.interval} slots"
-    if found.first is found.second:
-        length = block.length(found.first.op.kind)
+    if collision.first is collision.second:
+        length = block.length(collision.first.op.kind)
         longer = f"takes {length} slots and copies come every {block.interval}, so it collides with its own copy"
-        return f"on rank {found.rank} {found.first} {longer}: choose an interval of at least {length}"
-    both = f"both take slot {found.slots[0]} of them"
-    return f"on rank {found.rank} {found.first} and {found.second} collide: {every}, and {both}; move one or choose another interval"
+        return f"on rank {collision.rank} {collision.first} {longer}: choose an interval of at least {length}"
+    both = f"both take slot {collision.slots[0]} of them; move one or choose another interval"
+    return f"on rank {collision.rank} {collision.first} and {collision.second} collide: {every}, and {both}"
 
 
-def early_sentence(found: EarlyStart) -> str:
+def early_sentence(early: EarlyStart) -> str:
     """Return a sentence with the early start and its remedy."""
-    op, slot = found.start
-    return f"{op} starts in slot {slot}, but {found.maker}, whose result it uses, ends in slot {found.end}: start it there or later"
+    op, slot = early.start
+    return f"{op} starts in slot {slot}, but {early.maker}, whose result it uses, ends in slot {early.end}: start it there or later"

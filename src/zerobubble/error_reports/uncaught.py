@@ -136,7 +136,7 @@ def _of_user(trace: TracebackType | None) -> TracebackType | None:
         if is_users(trace.tb_frame):
             frames.append(trace)
         trace = trace.tb_next
-    found = None
-    for each in reversed(frames):
-        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return found
+    chain = None
+    for frame in reversed(frames):
+        chain = TracebackType(chain, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return chain

@@ -45,8 +45,8 @@ def cached(needs: Needs, sizes: Mapping[int, int], memory: Sequence[int]) -> Cac
         resident = _nearest_stay(needs, sizes, memory)
         return Cached(resident, num_gathers(resident), bound)
     resident = _search(needs, sizes, memory)
-    found = num_gathers(resident)
-    return Cached(resident, found, found)
+    fewest = num_gathers(resident)
+    return Cached(resident, fewest, fewest)
 
 
 def num_gathers(resident: Resident) -> int:
@@ -75,11 +75,11 @@ def _slots(needs: Needs, sizes: Mapping[int, int], memory: Sequence[int]) -> lis
 def _next_needs(needs: Needs, stages: Sequence[int]) -> list[dict[int, float]]:
     """Return, for each step and stage, the next step after it that needs the stage; infinity if none does."""
     coming = dict.fromkeys(stages, inf)
-    found: list[dict[int, float]] = []
+    coming_by_step: list[dict[int, float]] = []
     for step in reversed(range(len(needs))):
-        found.append(dict(coming))
+        coming_by_step.append(dict(coming))
         coming.update(dict.fromkeys(needs[step], step))
-    return found[::-1]
+    return coming_by_step[::-1]
 
 
 def _belady(needs: Needs, slots: Sequence[int]) -> Resident:
@@ -127,13 +127,13 @@ def _search(needs: Needs, sizes: Mapping[int, int], memory: Sequence[int]) -> Re
     states = [_State(0, 0, (frozenset(), None))]
     coming = _next_needs(needs, sorted(sizes))
     for needed, available, later in zip(needs, memory, coming, strict=True):
-        found: dict[frozenset[int], _State] = {}
+        cheapest: dict[frozenset[int], _State] = {}
         for state in states:
             for then in _after(state, needed, sizes, available, later):
                 held = then.path[0]
-                if held not in found or then.price < found[held].price:
-                    found[held] = then
-        states = _undominated(sorted(found.values(), key=lambda state: state.price), sizes)
+                if held not in cheapest or then.price < cheapest[held].price:
+                    cheapest[held] = then
+        states = _undominated(sorted(cheapest.values(), key=lambda state: state.price), sizes)
     return _path(states[0])
 
 
@@ -193,9 +193,9 @@ def _undominated(states: list[_State], sizes: Mapping[int, int]) -> list[_State]
 
 def _path(state: _State) -> Resident:
     """Return the residents of each step on the path to `state`."""
-    found: Resident = []
+    residents: Resident = []
     held, before = state.path
     while before is not None:
-        found.append(held)
+        residents.append(held)
         held, before = before.path
-    return found[::-1]
+    return residents[::-1]

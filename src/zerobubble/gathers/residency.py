@@ -160,15 +160,15 @@ def _stays(needs: Sequence[frozenset[int]], resident: Sequence[frozenset[int]]) 
     Weights that stay resident after their last use in a stay are freed right after it.
     """
     open_stays: dict[int, tuple[int, int]] = {}
-    found = []
+    stays = []
     for step, (needed, there) in enumerate(zip(needs, resident, strict=True)):
         for stage in open_stays.keys() - there:
-            found.append((stage, *open_stays.pop(stage)))
+            stays.append((stage, *open_stays.pop(stage)))
         for stage in needed:
             first, _ = open_stays.get(stage, (step, step))
             open_stays[stage] = first, step
-    found += [(stage, *stay) for stage, stay in open_stays.items()]
-    return sorted(found, key=lambda stay: stay[1:])
+    stays += [(stage, *stay) for stage, stay in open_stays.items()]
+    return sorted(stays, key=lambda stay: stay[1:])
 
 
 def _early(stays: Sequence[tuple[int, int, int]], sizes: Mapping[int, int], held: list[int], memory: Sequence[int]) -> Iterator[Gather]:

@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 def messages_of(graph: Graph, num_stages: int) -> list[Message]:
     """Return the messages between ranks, in the order in which they are sent."""
-    found: dict[tuple[int, Value, int], list[int]] = defaultdict(list)
+    users_of: dict[tuple[int, Value, int], list[int]] = defaultdict(list)
     rank, ops = graph.rank, graph.ops
     for user, needs in enumerate(graph.needs):
         for maker in needs:
@@ -41,16 +41,16 @@ def messages_of(graph: Graph, num_stages: int) -> list[Message]:
                 kind, stage, microbatch = ops[maker]
                 first = user - 1 if user - 1 in graph.pairs else user
                 for value_kind in given_by(kind, stage, *ops[user][:2], num_stages) or (moving(kind),):
-                    found[maker, Value(value_kind, stage, microbatch), rank[user]].append(first)
-    return [Message(maker, users[0], users[-1], value) for (maker, value, _), users in sorted(found.items())]
+                    users_of[maker, Value(value_kind, stage, microbatch), rank[user]].append(first)
+    return [Message(maker, users[0], users[-1], value) for (maker, value, _), users in sorted(users_of.items())]
 
 
 def channels(graph: Graph, messages: Sequence[Message]) -> Iterable[list[int]]:
     """Return the numbers of the messages of each channel in the order of the sends, which both ends use."""
-    found: dict[object, list[int]] = defaultdict(list)
+    by_channel: dict[object, list[int]] = defaultdict(list)
     for number, message in enumerate(messages):
-        found[graph.rank[message.maker], graph.rank[message.user], message.value.value_kind].append(number)
-    return found.values()
+        by_channel[graph.rank[message.maker], graph.rank[message.user], message.value.value_kind].append(number)
+    return by_channel.values()
 
 
 def post_points(graph: Graph, messages: Sequence[Message], prefetch: int) -> list[int]:
@@ -104,10 +104,10 @@ def hoist_receives(graph: Graph, messages: Sequence[Message], posts: list[int]) 
     """
     posts = list(posts)
     heads = graph.first[:-1]
-    known = joint_needs(graph, graph.needs)
+    fixed = joint_needs(graph, graph.needs)
     starts = set(heads)
     sent: dict[int, list[int]] = defaultdict(list)
-    needs = list(known)
+    needs = list(fixed)
     for number, (message, post) in enumerate(zip(messages, posts, strict=True)):
         sent[message.maker].append(number)
         if post not in starts:  # a receive before the first pass of a row is posted without waiting for any pass
@@ -119,7 +119,7 @@ def hoist_receives(graph: Graph, messages: Sequence[Message], posts: list[int]) 
             for number in late:
                 posts[number] = heads[graph.rank[messages[number].user]]
             if late:
-                needs[maker] = known[maker]
+                needs[maker] = fixed[maker]
         walk(graph, needs, heads)
     return posts
 
@@ -158,5 +158,5 @@ def _messages_by_ranks(graph: Graph, messages: Sequence[Message]) -> dict[tuple[
     sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for message in messages:
         sent[graph.rank[message.maker], graph.rank[message.user]].append(message)
-    found = {ranks: ([m.maker for m in between], earliest_from([m.user for m in between])) for ranks, between in sent.items()}
-    return defaultdict(lambda: ([], []), found)
+    by_ranks = {ranks: ([m.maker for m in between], earliest_from([m.user for m in between])) for ranks, between in sent.items()}
+    return defaultdict(lambda: ([], []), by_ranks)

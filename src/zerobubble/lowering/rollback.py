@@ -96,12 +96,12 @@ def _is_plain_forward(action: Compute, num_stages: int) -> bool:
 
 def _rollback_points(program: Program, positions: list[int]) -> tuple[RollbackPoint, ...]:
     order = _sent_before(program, positions)
-    found = []
+    points = []
     for row, position in zip(program.rows, positions, strict=True):
         used = {value for action in row[:position] if isinstance(action, Compute) for value in program.uses(action.step)}
         left = {action.value for action in row[:position] if isinstance(action, Recv)} - used
-        found.append(RollbackPoint(position, tuple(value for value in order if value in left)))
-    return tuple(found)
+        points.append(RollbackPoint(position, tuple(value for value in order if value in left)))
+    return tuple(points)
 
 
 def _sent_before(program: Program, points: list[int]) -> list[Value]:

@@ -101,11 +101,11 @@ def with_other_costs(schedule: Schedule, costs: Costs, limits: Limits, plans: Se
     Raises `InputError` if the offloads are not valid or a rank exceeds its limit with them.
     """
     raise_faults(offload_faults(schedule, costs, plans, limits))
-    found = []
+    updated = []
     for where, (steps, limit, plan) in enumerate(zip(schedule.steps, limits.memory, plans, strict=True)):
         rank = _row(steps, saved_parts(steps, costs), limit, costs)
-        found.append(rank_offloads(plan.offloads, steps, costs, fewest_bytes(rank, where)))
-    return tuple(found)
+        updated.append(rank_offloads(plan.offloads, steps, costs, fewest_bytes(rank, where)))
+    return tuple(updated)
 
 
 def _ranks(schedule: Schedule, costs: Costs, limits: Limits, player: OffloadPlayer) -> list[RankRow]:
@@ -126,7 +126,7 @@ def _quickest(player: OffloadPlayer, ranks: Sequence[RankRow], link: HostLink, e
     """Choose one candidate for each rank, rank after rank, then improve the result part by part, to minimize the price."""
 
     def price_of(chosen: Sequence[Sequence[Offload]]) -> Price:
-        moved = sum(rank.parts[one[:2]].bytes for rank, row in zip(ranks, chosen, strict=True) for one in row)
+        moved = sum(rank.parts[offload[:2]].bytes for rank, row in zip(ranks, chosen, strict=True) for offload in row)
         return (*player.price(chosen), moved)
 
     chosen = [next(candidates(rank, link)) for rank in ranks]
@@ -155,7 +155,7 @@ def improved(
     ranks: Sequence[RankRow], chosen: Sequence[Sequence[Offload]], link: HostLink, price_of: PriceOf, fastest: int, evaluations: int
 ) -> list[list[Offload]]:
     """Improve `chosen` by a first-improvement search of up to `evaluations` evaluations, which ends at a makespan of `fastest`."""
-    choices: list[Choice] = [{one[:2]: (one.freed, one.back) for one in row} for row in chosen]
+    choices: list[Choice] = [{offload[:2]: (offload.freed, offload.back) for offload in row} for row in chosen]
     rows = [offloads_of(rank, choice) for rank, choice in zip(ranks, choices, strict=True)]
     best = price_of(rows)
     has_changed = True
@@ -186,7 +186,7 @@ def _changes(rank: RankRow, choice: Choice, link: HostLink) -> Iterator[Choice]:
             if _fits(without, window, rank.parts[key].bytes):
                 yield others | {key: window}
     there, further = set(choice), sorted(rank.parts.keys() - choice.keys())
-    sets = [there | {one} for one in further] + [there - {key} for key in choice] + [there - {k} | {one} for k in choice for one in further]
+    sets = [there | {key} for key in further] + [there - {key} for key in choice] + [there - {k} | {key} for k in choice for key in further]
     for parts in sets:
         longest = {key: rank.longest(key) for key in sorted(parts)}
         if min(rank.headroom(longest), default=0) >= 0:

@@ -42,8 +42,8 @@ class LaneCopy(NamedTuple):
 
 def copies_of(offloads: Sequence[Offload]) -> list[LaneCopy]:
     """Return the copies of a rank in lane order: by the step before which they may begin, then by the step that needs them."""
-    away = [LaneCopy(one.made + 1, Copying.TO_HOST, one.freed, one.stage, one.microbatch) for one in offloads]
-    back = [LaneCopy(one.back, Copying.FROM_HOST, one.needed, one.stage, one.microbatch) for one in offloads]
+    away = [LaneCopy(offload.made + 1, Copying.TO_HOST, offload.freed, offload.stage, offload.microbatch) for offload in offloads]
+    back = [LaneCopy(offload.back, Copying.FROM_HOST, offload.needed, offload.stage, offload.microbatch) for offload in offloads]
     return sorted([*away, *back], key=lambda copy: (copy.earliest, copy.needed, copy.copying is Copying.FROM_HOST, *copy[3:]))
 
 
@@ -193,9 +193,9 @@ def fit_link(timeline: Timeline, costs: Costs) -> HostLink:
     for copying in Copying:
         copies = [copy for row in timeline.copies for copy in row if copy.copying is copying]
         sizes = [offloadable_bytes(costs, copy.stage, copy.microbatch) for copy in copies]
-        found = [size * NS_PER_S / copy.duration for size, copy in zip(sizes, copies, strict=True) if size and copy.duration]
-        if not found:
+        speeds = [size * NS_PER_S / copy.duration for size, copy in zip(sizes, copies, strict=True) if size and copy.duration]
+        if not speeds:
             message = "timeline {timeline!r} has no copy {copying} that took time"
             raise InputError(message, timeline=timeline.name, copying=copying, remedy="pass the timeline of a step with offloads")
-        rates[copying] = median(found)
+        rates[copying] = median(speeds)
     return HostLink(rates[Copying.TO_HOST], rates[Copying.FROM_HOST])

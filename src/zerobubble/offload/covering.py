@@ -105,9 +105,9 @@ def _copy_times(rank: RankRow, key: tuple[int, int], link: HostLink) -> tuple[in
 
 def _window(rank: RankRow, key: tuple[int, int], margin: float, link: HostLink) -> Window:
     """Return the window of a part in which each copy has `margin` times its own time; empty if the part's wait is too short."""
-    made, needed, _ = rank.parts[key]
+    maker, needed, _ = rank.parts[key]
     out, back = _copy_times(rank, key, link)
-    freed = max(made + 1, bisect_left(rank.begins, rank.ends[made] + round(margin * out)))
+    freed = max(maker + 1, bisect_left(rank.begins, rank.ends[maker] + round(margin * out)))
     return freed, min(needed, bisect_right(rank.ends, rank.begins[needed] - round(margin * back)))
 
 
@@ -166,13 +166,13 @@ def _shrink(
     rank: RankRow, windows: dict[tuple[int, int], Window], key: tuple[int, int], headroom: list[int], headstart: float, link: HostLink
 ) -> bool:
     """Give each copy of a part one more step if it needs the time and memory allows. Return whether any copy got one."""
-    made, needed, size = rank.parts[key]
+    maker, needed, size = rank.parts[key]
     out, back = _copy_times(rank, key, link)
     first, stop = windows[key]
     if stop - first > 1 and headroom[stop - 1] >= size and rank.begins[needed] - rank.ends[stop - 1] < headstart * back:
         stop -= 1
         headroom[stop] -= size
-    if stop - first > 1 and headroom[first] >= size and rank.begins[first] - rank.ends[made] < headstart * out:
+    if stop - first > 1 and headroom[first] >= size and rank.begins[first] - rank.ends[maker] < headstart * out:
         headroom[first] -= size
         first += 1
     shrunk = windows[key] != (first, stop)

@@ -103,9 +103,9 @@ class RankOffloads(Displayed):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offloads", as_tuple("offloads of a rank", self.offloads, "a list or tuple of Offload"))
-        for one in self.offloads:
-            require("each of the offloads of a rank", one, Offload)
-            for name, value in zip(one._fields, one, strict=True):
+        for offload in self.offloads:
+            require("each of the offloads of a rank", offload, Offload)
+            for name, value in zip(offload._fields, offload, strict=True):
                 require(f"{name} of an offload", value, WHOLE)
         for name in ("bytes", "bound", "peak_bytes", "host_bytes"):
             require(f"{name} of the offloads of a rank", getattr(self, name), WHOLE)
@@ -119,7 +119,7 @@ class RankOffloads(Displayed):
             yield f"stage {stage}, microbatch {microbatch}: made in step {made}, freed from {freed}, back from {back}, needed in {needed}"
 
 
-class Saved(NamedTuple):
+class SavedPart(NamedTuple):
     """Values that a forward saves in step `made` for its backward in step `needed`; `bytes` of them can be offloaded."""
 
     made: int
@@ -127,22 +127,22 @@ class Saved(NamedTuple):
     bytes: int
 
 
-SavedParts = Mapping[tuple[int, int], Saved]
+SavedParts = Mapping[tuple[int, int], SavedPart]
 """Saved values by stage and microbatch."""
 
 
-def saved_parts(steps: Sequence[Step], costs: Costs) -> dict[tuple[int, int], Saved]:
+def saved_parts(steps: Sequence[Step], costs: Costs) -> dict[tuple[int, int], SavedPart]:
     """Return the values in a row of `steps` that can be offloaded: those saved by forwards that are not recomputed."""
-    made, found = {}, {}
+    makers, parts = {}, {}
     recomputed_by = recomputed(op for step in steps for op in step)
     for number, step in enumerate(steps):
         for kind, stage, microbatch in step:
             where = stage, microbatch
             if kind in kinds_making(ValueKind.SAVED) and traits_of(kind).forward is None and where not in recomputed_by:
-                made[where] = number
-            if kind in kinds_using(ValueKind.SAVED) and where in made:
-                found[where] = Saved(made[where], number, offloadable_bytes(costs, stage, microbatch))
-    return found
+                makers[where] = number
+            if kind in kinds_using(ValueKind.SAVED) and where in makers:
+                parts[where] = SavedPart(makers[where], number, offloadable_bytes(costs, stage, microbatch))
+    return parts
 
 
 def offloadable_bytes(costs: Costs, stage: int, microbatch: int) -> int:
@@ -177,7 +177,7 @@ def rank_offloads(offloads: Sequence[Offload], steps: Sequence[Step], costs: Cos
             device[step] -= size
         for step in range(made + 1, needed):
             host[step] += size
-    ordered = tuple(sorted(offloads, key=lambda one: (one.made, one.stage, one.microbatch)))
+    ordered = tuple(sorted(offloads, key=lambda offload: (offload.made, offload.stage, offload.microbatch)))
     return RankOffloads(ordered, moved, bound, max(device, default=0), max(host, default=0))
 
 
@@ -227,34 +227,36 @@ def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs,
     parts = saved_parts(steps, costs)
     recomputed_by = recomputed(op for step in steps for op in step)
     names = {(op.stage, op.microbatch, number): str(op) for number, step in enumerate(steps) for op in step}
-    for (stage, microbatch), several in groupby(sorted(offloads), key=lambda one: one[:2]):
-        one, *further = several
+    for (stage, microbatch), several in groupby(sorted(offloads), key=lambda first: first[:2]):
+        first, *further = several
         what = f"stage {stage} and microbatch {microbatch}"
         if further:
-            yield _fault(rank, one, f"rank {rank} offloads {what} {1 + len(further)} times: name it once")
+            yield _fault(rank, first, f"rank {rank} offloads {what} {1 + len(further)} times: name it once")
         elif (stage, microbatch) in recomputed_by:
             message = f"rank {rank} offloads {what}, whose forward is recomputed and saves only its input"
-            yield _fault(rank, one, f"{message}: either offload or recompute")
+            yield _fault(rank, first, f"{message}: either offload or recompute")
         elif (stage, microbatch) not in parts:
-            yield _fault(rank, one, f"rank {rank} offloads {what}, but saves nothing for its backward on this rank: leave it out")
+            yield _fault(rank, first, f"rank {rank} offloads {what}, but saves nothing for its backward on this rank: leave it out")
         else:
-            yield from _wrong_steps(one, parts[stage, microbatch], names, rank)
+            yield from _wrong_steps(first, parts[stage, microbatch], names, rank)
 
 
-def _wrong_steps(one: Offload, saved: Saved, names: Mapping[tuple[int, int, int], str], rank: int) -> Iterator[Fault]:
-    stage, microbatch, made, freed, back, needed = one
+def _wrong_steps(offload: Offload, saved: SavedPart, names: Mapping[tuple[int, int, int], str], rank: int) -> Iterator[Fault]:
+    stage, microbatch, made, freed, back, needed = offload
     maker, user = names[stage, microbatch, saved.made], names[stage, microbatch, saved.needed]
     what = f"rank {rank} offloads the values of {maker} with"
     if made != saved.made:
-        yield _fault(rank, one, f"{what} made={made}, but {maker} is step {saved.made}: write made={saved.made}")
+        yield _fault(rank, offload, f"{what} made={made}, but {maker} is step {saved.made}: write made={saved.made}")
     if needed != saved.needed:
-        yield _fault(rank, one, f"{what} needed={needed}, but {user} is step {saved.needed}: write needed={saved.needed}")
+        yield _fault(rank, offload, f"{what} needed={needed}, but {user} is step {saved.needed}: write needed={saved.needed}")
     if not saved.made < freed < back <= saved.needed:
-        yield _fault(rank, one, f"{what} freed={freed} and back={back}: they must satisfy {saved.made} < freed < back <= {saved.needed}")
+        yield _fault(
+            rank, offload, f"{what} freed={freed} and back={back}: they must satisfy {saved.made} < freed < back <= {saved.needed}"
+        )
 
 
-def _fault(rank: int, one: Offload, message: str) -> Fault:
-    return Fault("offload", message, rank, one.made)
+def _fault(rank: int, offload: Offload, message: str) -> Fault:
+    return Fault("offload", message, rank, offload.made)
 
 
 def link_from_dict(data: dict[str, Any]) -> HostLink:
@@ -265,7 +267,7 @@ def link_from_dict(data: dict[str, Any]) -> HostLink:
 
 def offloads_to_list(plans: Sequence[RankOffloads]) -> list[dict[str, Any]]:
     """Return the JSON form: for each rank its offloads, each as six numbers, and the bound. All other bytes follow from the costs."""
-    return [{"offloads": [list(one) for one in plan.offloads], "bound": plan.bound} for plan in plans]
+    return [{"offloads": [list(offload) for offload in plan.offloads], "bound": plan.bound} for plan in plans]
 
 
 def offloads_from_list(data: Any, schedule: Schedule, costs: Costs) -> tuple[RankOffloads, ...]:
@@ -275,7 +277,10 @@ def offloads_from_list(data: Any, schedule: Schedule, costs: Costs) -> tuple[Ran
     moved.
     """
     try:
-        plans = [RankOffloads(tuple(Offload(*map(whole, one)) for one in rank["offloads"]), 0, whole(rank["bound"]), 0, 0) for rank in data]
+        plans = [
+            RankOffloads(tuple(Offload(*map(whole, offload)) for offload in rank["offloads"]), 0, whole(rank["bound"]), 0, 0)
+            for rank in data
+        ]
     except (KeyError, TypeError) as error:
         raise ParseError("not a list of the offloads of each rank: {reason}", reason=str(error)) from error
     try:

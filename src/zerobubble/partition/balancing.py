@@ -171,13 +171,13 @@ def cut_layers(
     >>> zb.partition.cut_layers(layers, zb.Placement.linear(3), speeds=(1, 1, 0.5))
     <LayerCut of 10 layers into 3 stages: 4 4 2; slowest rank 12 ms, 1.000 x an even share, proven the least>
     """
-    made = fitting_cut(layers, placement, limits, held, speeds)
-    if made is None:
+    cut = fitting_cut(layers, placement, limits, held, speeds)
+    if cut is None:
         loads = Loads.from_layers(layers)
         even = _cuts(bytes_as_time(loads), placement, [Capacity(None, ())] * placement.num_ranks, 0)
         assert even is not None, "without limits any cuts do"
         raise InputError(shortage_text(loads, placement.routes[0], capacities_of(placement, limits, held), even[0]))
-    return made
+    return cut
 
 
 def quick_cuts(layers: Sequence[Layer], placement: Placement) -> Cuts:
@@ -204,14 +204,16 @@ def fitting_cut(
     `relaxed` are known cuts. If no exact method applies and they fit, they are returned without a search.
     """
     _require_fit(layers, placement, limits, held)
-    known = as_speeds(speeds, placement.num_ranks)
-    bound = cut_bound(layers, placement, known)
-    found = _cuts(Loads.from_layers(layers, known), placement, capacities_of(placement, limits, held, known), bound.time, relaxed)
-    if found is None:
+    speeds = as_speeds(speeds, placement.num_ranks)
+    bound = cut_bound(layers, placement, speeds)
+    cuts_and_proof = _cuts(
+        Loads.from_layers(layers, speeds), placement, capacities_of(placement, limits, held, speeds), bound.time, relaxed
+    )
+    if cuts_and_proof is None:
         return None
-    cuts, is_best = found
-    made = LayerCut(tuple(layers), placement, cuts, *bound, speeds=known)
-    return replace(made, bound=made.slowest, reason=_COVERED) if is_best and made.slowest > bound.time else made
+    cuts, is_best = cuts_and_proof
+    cut = LayerCut(tuple(layers), placement, cuts, *bound, speeds=speeds)
+    return replace(cut, bound=cut.slowest, reason=_COVERED) if is_best and cut.slowest > bound.time else cut
 
 
 def _cuts(
@@ -287,10 +289,10 @@ def shortage_text(loads: Loads, home: Sequence[int], capacities: Sequence[Capaci
     )
     limits = [capacity.limit for capacity in capacities if capacity.limit is not None]
     ends = (min(limits), max(limits))
-    given = " to ".join(dict.fromkeys(map(show_bytes, ends)))
+    allowed = " to ".join(dict.fromkeys(map(show_bytes, ends)))
     wanted = " to ".join(dict.fromkeys(show_bytes(_rounded_up(limit + missing)) for limit in ends))
     return (
-        f"no cuts fit the memory limits of {given} on a rank; with {show_bytes(_rounded_up(missing))} more on each rank ({wanted}), some "
+        f"no cuts fit the memory limits of {allowed} on a rank; with {show_bytes(_rounded_up(missing))} more on each rank ({wanted}), some "
         "would: raise the limits, use more ranks, or keep fewer microbatches in flight"
     )
 

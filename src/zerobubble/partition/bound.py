@@ -59,11 +59,11 @@ def _heaviest(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -> 
     """The rank of the heaviest layer has that layer, and at least one of the lightest in each of its other stages."""
     number = heaviest_layer(layers)
     others = [layer for place, layer in enumerate(layers) if place != number]
-    found = []
+    times = []
     for stages, speed in _kinds_of_ranks(placement, speeds):
         least = sum(sorted(layer.time_at(speed) for layer in others)[: stages - 1])
-        found.append((layers[number].time_at(speed) + least, stages, speed))
-    time, stages, speed = min(found)
+        times.append((layers[number].time_at(speed) + least, stages, speed))
+    time, stages, speed = min(times)
     where = f" on a rank of speed {speed:g}" if speeds else ""
     alone = f"{layer_label(number, layers[number])} alone takes {show_ms(layers[number].time_at(speed))}{where}"
     return CutBound(time, alone + (f", and its rank has {stages} stages" if stages > 1 else ""))
@@ -96,9 +96,9 @@ def _shared_out_by_speed(layers: Sequence[Layer], speeds: Speeds) -> Iterator[Cu
     ranks_of = Counter(speeds)
     times: dict[float, list[int]] = {speed: [] for speed in ranks_of}
     for count, layer in enumerate(sorted(layers, key=lambda layer: layer.time, reverse=True), 1):
-        for speed, known in times.items():
-            insort(known, layer.time_at(speed))
-        sums = {speed: [*accumulate(known)] for speed, known in times.items()}
+        for speed, ascending in times.items():
+            insort(ascending, layer.time_at(speed))
+        sums = {speed: [*accumulate(ascending)] for speed, ascending in times.items()}
         time = _least_time(sums, ranks_of, count)
         yield CutBound(time, f"in less time, ranks of these speeds cannot run the {count} layers that take {show_ms(layer.time)} or more")
 
@@ -109,5 +109,5 @@ def _least_time(sums: Mapping[float, Sequence[int]], ranks_of: Mapping[float, in
     def done_in(time: int) -> int:
         return sum(ranks * bisect_right(sums[speed], time) for speed, ranks in ranks_of.items())
 
-    enough = max(each[-1] for each in sums.values())
+    enough = max(at_speed[-1] for at_speed in sums.values())
     return bisect_left(range(min(enough, maxsize)), count, key=done_in)  # the longest possible range; a smaller bound also holds

@@ -101,17 +101,17 @@ def slowest_rank(chain: LayerChain) -> int | None:
     least, most = slowest_rank_bound(chain.loads, chain.capacities), max(capacity.time(chain.loads)[-1] for capacity in chain.capacities)
     # Starts at the lower bound and doubles the slack, because a tight limit prunes most cuts.
     limit, slack = least, max(1, least // 256)
-    found = faster(chain, limit)
-    while found is None and limit < most:
+    slowest = faster(chain, limit)
+    while slowest is None and limit < most:
         limit, slack = min(most, least + slack), 2 * slack
-        found = faster(chain, limit)
-    return found
+        slowest = faster(chain, limit)
+    return slowest
 
 
 def faster(chain: LayerChain, limit: int) -> int | None:
     """Returns the minimum time of the slowest rank in ns; None if it exceeds `limit`."""
-    found = _best(chain, limit, _slowest)
-    return found and found[0]
+    best = _best(chain, limit, _slowest)
+    return best and best[0]
 
 
 def smoothest(chain: LayerChain, slowest: int) -> tuple[int, Cuts] | None:
@@ -163,10 +163,10 @@ def _best(chain: LayerChain, limit: int, add_cost: Accumulate) -> tuple[int, Cut
                 if now not in reached or total < reached[now][0]:
                     reached[now] = total, (now[0], (now[1], trail))
         states = reached
-    done = [found for left, found in states.items() if chain.is_done(left)]
+    done = [state for left, state in states.items() if chain.is_done(left)]
     if not done:
         return None
-    cost, trail = min(done, key=lambda found: found[0])
+    cost, trail = min(done, key=lambda state: state[0])
     ends = {0, len(loads.time) - 1}
     return cost, tuple(sorted({*chain.start, *_numbers(trail)} - ends))
 
@@ -218,8 +218,8 @@ def cuts_of_two_rounds(loads: Loads, capacities: Sequence[Capacity], enough: int
     chains = [TwoRounds(loads, capacities, middle) for middle in middles]
     slowest = None
     for chain in chains:
-        found = slowest_rank(chain) if slowest is None else faster(chain, slowest - 1)
-        slowest = slowest if found is None else found
+        time = slowest_rank(chain) if slowest is None else faster(chain, slowest - 1)
+        slowest = slowest if time is None else time
         if slowest == enough:
             break
     if slowest is None:

@@ -142,9 +142,9 @@ def stage_costs(
         raise InputError("{argument} {got!v} need a placement", argument="speeds", got=speeds, remedy="give the placement of the stages")
     if links and placement is None:
         raise InputError("{argument} {got!v} need a placement", argument="links", got=links, remedy="give the placement of the stages")
-    known = () if placement is None else as_speeds(speeds, placement.num_ranks)
+    relative = () if placement is None else as_speeds(speeds, placement.num_ranks)
     home = range(len(stages)) if placement is None else placement.routes[0]
-    of_stages = [speed_of(rank, known) for rank in home]
+    of_stages = [speed_of(rank, relative) for rank in home]
 
     def column(name: str) -> tuple[int, ...]:
         return tuple(sum(getattr(layer, name) for layer in stage) for stage in stages)
@@ -156,7 +156,7 @@ def stage_costs(
     comm = tuple(stage[-1].output_comm for stage in stages[:-1])
     kept = column(KEPT)
     passes = (times("forward"), times("backward"), times("weight"), comm, column("held_after_f"), column("held_after_b"))
-    costs = Costs(*passes, placement=placement if known else None, further=((KEPT, kept),) if any(kept) else ())
+    costs = Costs(*passes, placement=placement if relative else None, further=((KEPT, kept),) if any(kept) else ())
     costs = costs.with_columns(fused=times("both")) if fused_time(layers) else costs
     return costs if placement is None else at_links(costs, placement, as_links(links, placement.num_ranks))
 

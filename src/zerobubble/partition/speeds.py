@@ -24,21 +24,21 @@ EACH_RANK = "a list or tuple with a number for each rank"
 EACH_LINK = "a list or tuple with a number for each link: between neighbors, and from the last rank to the first"
 
 
-def as_speeds(given: Sequence[float], num_ranks: int) -> Speeds:
-    """Returns the speeds `given` for `num_ranks` ranks; empty if all are 1, so that such problems equal those without speeds.
+def as_speeds(speeds: Sequence[float], num_ranks: int) -> Speeds:
+    """Returns the relative `speeds` of `num_ranks` ranks as floats; empty if all are 1, so that such problems equal those without speeds.
 
     Raises `InputError` for a wrong number of speeds, and for a speed that is not a number from 1e-6 to 1e6.
     """
-    return _relative("speeds", given, num_ranks, EACH_RANK, "of rank", "for the times of the layers")
+    return _relative("speeds", speeds, num_ranks, EACH_RANK, "of rank", "for the times of the layers")
 
 
-def as_links(given: Sequence[float], num_ranks: int) -> Links:
-    """Returns the speeds `given` for the links of `num_ranks` ranks; empty if all are 1. Raises `InputError` as `as_speeds` does."""
-    return _relative("links", given, num_ranks, EACH_LINK, "of the link after rank", "for the times given")
+def as_links(speeds: Sequence[float], num_ranks: int) -> Links:
+    """Returns the relative `speeds` of the links of `num_ranks` ranks, checked like those of ranks by `as_speeds`; empty if all are 1."""
+    return _relative("links", speeds, num_ranks, EACH_LINK, "of the link after rank", "for the times given")
 
 
-def _relative(argument: str, given: Sequence[float], num_ranks: int, words: str, owner: str, normal: str) -> tuple[float, ...]:
-    speeds = as_tuple(argument, given, words)
+def _relative(argument: str, values: Sequence[float], num_ranks: int, words: str, owner: str, normal: str) -> tuple[float, ...]:
+    speeds = as_tuple(argument, values, words)
     for rank, speed in enumerate(speeds):
         if not NUMBER.accepts(speed) or not 1 / FASTEST <= speed <= FASTEST:
             wanted = f"the speed {owner} {rank} must be a number from {1 / FASTEST:.6f} to {FASTEST:,}, got {shown(speed)}"

@@ -99,11 +99,13 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
     if refusal:
         raise InputError("{refusal}", refusal=refusal, remedy=_near_shape(recipe, num_ranks, num_microbatches, stages_per_rank))
     recipe.check_options(options, SCHEDULES.values())
-    made = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
-    if not isinstance(made, Schedule) or (made.num_ranks, made.whole_microbatches) != (num_ranks, num_microbatches):
+    schedule = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
+    if not isinstance(schedule, Schedule) or (schedule.num_ranks, schedule.whole_microbatches) != (num_ranks, num_microbatches):
         wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"
-        raise InputError("the function of schedule {name!r} must return {wanted}, got {made!r:.80}", name=name, wanted=wanted, made=made)
-    return made
+        raise InputError(
+            "the function of schedule {name!r} must return {wanted}, got {made!r:.80}", name=name, wanted=wanted, made=schedule
+        )
+    return schedule
 
 
 def _near_shape(recipe: Recipe, num_ranks: int, num_microbatches: int, stages_per_rank: int | None) -> str:
@@ -121,9 +123,9 @@ def find(name: str) -> Recipe:
     """Return the recipe called `name`; raises `InputError` with the nearest known name if there is none."""
     recipe = registry.find(name)
     if recipe is None:
-        known = known_schedules()
-        hint = f"io.load_plan({name!r}) reads the file of a plan; " if name.endswith(".json") else near(name, known)
-        raise InputError("there is no schedule {name!r}: {hint}known are {known}", name=name, hint=hint, known=", ".join(known))
+        names = known_schedules()
+        hint = f"io.load_plan({name!r}) reads the file of a plan; " if name.endswith(".json") else near(name, names)
+        raise InputError("there is no schedule {name!r}: {hint}known are {known}", name=name, hint=hint, known=", ".join(names))
     return recipe
 
 

@@ -50,15 +50,15 @@ def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedul
     .  f4 F0 f5 F1 f6 BW0   F2&bw4   f7&BW1   F3&bw5   BW2   bw6   .  B3 b7 W3 w7
     f4 f5 f6 F0 B0 W0 F1 f7&BW1   .  F2&bw4   BW2   .  F3&bw5   BW3   b6 w6 b7 w7
     """
-    half, each = ranks // 2, microbatches // 2
+    half, per_route = ranks // 2, microbatches // 2
     rows = []
     for rank in range(ranks):
-        own, other = (0, 1) if rank < half else (1, 0)
+        near_route, far_route = (0, 1) if rank < half else (1, 0)
         depth = min(rank, ranks - 1 - rank)
-        near = _StagePasses(depth, range(own * each, (own + 1) * each))
-        far = _StagePasses(ranks - 1 - depth, range(other * each, (other + 1) * each))
+        near = _StagePasses(depth, range(near_route * per_route, (near_route + 1) * per_route))
+        far = _StagePasses(ranks - 1 - depth, range(far_route * per_route, (far_route + 1) * per_route))
         rows.append(_row(near, far, depth, half))
-    return Schedule.of_steps("dualpipe", Placement.bidirectional(ranks), microbatches, rows, (0,) * each + (1,) * each)
+    return Schedule.of_steps("dualpipe", Placement.bidirectional(ranks), microbatches, rows, (0,) * per_route + (1,) * per_route)
 
 
 @OF_SHAPE

@@ -81,8 +81,8 @@ class Recipe(Displayed):
             if count < 1:
                 return f"{self.name} needs at least 1 {what}, got {count}"
         if stages != self.stages_per_rank and not self.any_stages:
-            own = counted(self.stages_per_rank, "stage")
-            return f"{self.name} needs exactly {own} per rank, got {stages}"
+            needed = counted(self.stages_per_rank, "stage")
+            return f"{self.name} needs exactly {needed} per rank, got {stages}"
         lack = self.needs(ranks, microbatches, stages)
         return f"{self.name} {lack}" if lack else ""
 
@@ -114,10 +114,12 @@ class Recipe(Displayed):
         """
         for option, value in options.items():
             if option not in self.options:
-                known = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it takes no options"
+                possible = (
+                    f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it takes no options"
+                )
                 having = ", ".join(recipe.name for recipe in recipes if option in recipe.options)
-                known += f"; schedules with this option: {having}" if having else ""
-                raise InputError("{name} has no option {option!r}: {known}", name=self.name, option=option, known=known, having=having)
+                possible += f"; schedules with this option: {having}" if having else ""
+                raise InputError("{name} has no option {option!r}: {known}", name=self.name, option=option, known=possible, having=having)
             hint = self._hint(option)
             if not _fits(value, hint):
                 raise wrong(f"the option {option} of {self.name}", value, _in_words(hint))
@@ -161,8 +163,8 @@ class Recipe(Displayed):
         return self._after("Source:")
 
     def _after(self, label: str) -> str:
-        found = (text.removeprefix(label) for text in self._paragraphs if text.startswith(label))
-        return _one_line(next(found, ""))
+        rest = (text.removeprefix(label) for text in self._paragraphs if text.startswith(label))
+        return _one_line(next(rest, ""))
 
     @cached_property
     def _paragraphs(self) -> list[str]:

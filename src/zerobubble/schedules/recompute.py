@@ -47,9 +47,9 @@ def _require_plain(schedule: Schedule) -> None:
         raise InputError(message, schedule=schedule.name, remedy="pass one that trains")
 
 
-def _chosen(noun: str, given: Iterable[int] | None, count: int) -> frozenset[int]:
-    """Return `given` as a set, by default all numbers below `count`."""
-    chosen = frozenset(range(count) if given is None else given)
+def _chosen(noun: str, numbers: Iterable[int] | None, count: int) -> frozenset[int]:
+    """Return `numbers` as a set, by default all below `count`."""
+    chosen = frozenset(range(count) if numbers is None else numbers)
     beyond = sorted(number for number in chosen if not 0 <= number < count)
     if beyond:
         raise InputError("there is no {noun} {got} to recompute: the schedule has 0 to {last}", noun=noun, got=beyond[0], last=count - 1)

@@ -37,15 +37,15 @@ class Registry:
 
         Raises `InputError` naming both packages if a name is taken twice.
         """
-        found: dict[str, EntryPoint] = {}
+        offers: dict[str, EntryPoint] = {}
         for offer in _entry_points(tuple(sys.path)):
-            taken = _package(found[offer.name]) if offer.name in found else self._owner(offer)
+            taken = _package(offers[offer.name]) if offer.name in offers else self._owner(offer)
             if taken:
                 both = f"{taken} and {_package(offer)}"
                 message = "the schedule name {offer!r} is taken twice, by {both}"
                 raise InputError(message, offer=offer.name, both=both, remedy="rename or uninstall one of them")
-            found[offer.name] = offer
-        return found
+            offers[offer.name] = offer
+        return offers
 
     def _owner(self, offer: EntryPoint) -> str:
         """Return the package that already uses the name of `offer`, "" if none. A package may register what it also offers."""
@@ -56,10 +56,10 @@ class Registry:
     def load(self, offer: EntryPoint) -> Recipe:
         """Import the schedule of an entry point. Raises `InputError` naming the package and the cause if that fails."""
         try:
-            made = offer.load()
+            loaded = offer.load()
             if offer.name in self.registered:
                 return self.registered[offer.name]
-            return replace(made, name=offer.name) if isinstance(made, Recipe) else Recipe(offer.name, made)
+            return replace(loaded, name=offer.name) if isinstance(loaded, Recipe) else Recipe(offer.name, loaded)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             message = "the schedule {offer!r} of package {package} cannot be loaded: {cause}"

@@ -71,8 +71,8 @@ def algorithm_of(schedule: Schedule) -> int:
     return next(algorithm for algorithm, passes in PASSES.items() if not kinds.isdisjoint(passes))
 
 
-def _is_last(op: Op, made: ValueKind, num_stages: int) -> bool:
-    return op.stage == num_stages - 1 and op.kind in kinds_making(made)
+def _is_last(op: Op, value_kind: ValueKind, num_stages: int) -> bool:
+    return op.stage == num_stages - 1 and op.kind in kinds_making(value_kind)
 
 
 def _period(timeline: Timeline, num_stages: int) -> int:
@@ -94,7 +94,7 @@ def _require_plain(schedule: Schedule) -> None:
         f"has {len(schedule.placement.routes)} routes with separate last stages": len(schedule.placement.routes) > 1,
         "has overlapped steps": bool(schedule.overlaps),
     }
-    found = " and ".join(reason for reason, holds in reasons.items() if holds)
-    if found:
+    causes = " and ".join(reason for reason, holds in reasons.items() if holds)
+    if causes:
         message = "the head of schedule {schedule!r} cannot be divided because it {found}"
-        raise InputError(message, schedule=schedule.name, found=found, remedy="pass a plain schedule of one route")
+        raise InputError(message, schedule=schedule.name, found=causes, remedy="pass a plain schedule of one route")
