@@ -1,30 +1,39 @@
 """Detects state that is written in the backward pass in the wrong order, such as running statistics under `torch.utils.checkpoint`.
 
-This is state in buffers, and in parameters that a forward changes. On one device, the backward of a microbatch runs before the forward of
-the next, so a recomputed module updates its state twice per microbatch, in order. In a pipeline, forwards of later microbatches may run in
-between. The order of updates, and with it the values, would differ from one device. This cannot be repaired afterwards, so it is an error.
+This is state in buffers, in parameters that a forward changes, and in attributes from which passes continue. On one device, the backward of
+a microbatch runs before the forward of the next, so a recomputed module updates its state twice per microbatch, in order. In a pipeline,
+forwards of later microbatches may run in between. The order of updates, and with it the values, would differ from one device. This cannot
+be repaired afterwards, so it is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.stage.attribute_reads import WatchedAttribute
 from zerobubble.runtime.values.buffers import buffers_of
+from zerobubble.runtime.values.refusing import Refusing
 
 _Key = tuple[str, str]
+_OF_TORCH = frozenset(vars(nn.Module()))
+_COMPARED = (int, float, complex, Tensor)
 
 
 class BufferOrder:
     """Compares the buffers of `module`, stage `index`, by identity and version after each pass of a step, and its `parameters` by version.
 
-    For 300 parameters this takes about 20 us per pass.
+    For 300 parameters this takes about 20 us per pass. Within `watching`, it also compares numbers and tensors in attributes of modules.
     """
 
     def __init__(self, module: nn.Module, index: int, parameters: Sequence[nn.Parameter] = ()) -> None:
         self._index = index
+        self._module = module
+        self._modules: dict[str, nn.Module] = {}
         self._parts = [(path, part) for path, part in module.named_modules() if buffers_of(part)]
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._names = [names[parameter] for parameter in parameters]
@@ -34,33 +43,63 @@ class BufferOrder:
         self._num_forwards = 0
         self._forward_of: dict[int, int] = {}
         self._writer: dict[_Key, int] = {}
+        self._watched: dict[_Key, WatchedAttribute] = {}
+        self._late: set[_Key] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of the passes of a step in which attributes are compared, too."""
+        self._modules = dict(self._module.named_modules())
+        self._last = self._now()
+        try:
+            yield
+        finally:
+            for attribute in self._watched.values():
+                attribute.close()
 
     def forward_ended(self, microbatch: int) -> None:
         """Records what the forward of `microbatch` has written."""
         self._num_forwards += 1
         self._forward_of[microbatch] = self._num_forwards
-        self._writer.update(dict.fromkeys(self._changed(), self._num_forwards))
+        changed = self._changed()
+        self._writer.update(dict.fromkeys(changed, self._num_forwards))
+        for path, name in changed:
+            part = self._modules.get(path)
+            if part is not None and name in vars(part) and (path, name) not in self._watched:
+                self._watched[path, name] = WatchedAttribute(part, name)
+        self._pass_ended()
 
     def backward_ended(self, microbatch: int) -> None:
         """Raises `InputError` if the backward of `microbatch` has written what later forwards had written before."""
         begun = self._forward_of.pop(microbatch, self._num_forwards)
-        for path, name in self._changed():
-            if self._writer.get((path, name), 0) > begun:
-                raise InputError(
-                    (
-                        "stage {index} updates {kind} {name!r} of {module!r} in its backward pass, after the forwards of later "
-                        "microbatches, where one device updates it before them; torch.utils.checkpoint does so as it recomputes "
-                        "a forward"
-                    ),
-                    index=self._index,
-                    kind="parameter" if name in self._names and not path else "buffer",
-                    name=name,
-                    module=path or "the stage",
-                    remedy=(
-                        "do not checkpoint this module, or recompute the stage by R passes, which leave buffers alone "
-                        "(zerobubble.schedules.with_recompute)"
-                    ),
-                )
+        self._late.update(key for key in self._changed() if self._writer.get(key, 0) > begun)
+        self._pass_ended()
+
+    def _pass_ended(self) -> None:
+        """Raises `InputError` for what was written too late, except attributes from which no pass has continued."""
+        for key in self._late:
+            if key not in self._watched or self._watched[key].is_read:
+                raise self._refusal(*key)
+        for attribute in self._watched.values():
+            attribute.is_of_pass = False
+
+    def _refusal(self, path: str, name: str) -> InputError:
+        kind = "attribute" if (path, name) in self._watched else "parameter" if name in self._names and not path else "buffer"
+        return InputError(
+            (
+                "stage {index} updates {kind} {name!r} of {module!r} in its backward pass, after the forwards of later "
+                "microbatches, where one device updates it before them; torch.utils.checkpoint does so as it recomputes "
+                "a forward"
+            ),
+            index=self._index,
+            kind=kind,
+            name=name,
+            module=path or "the stage",
+            remedy=(
+                "do not checkpoint this module, or recompute the stage by R passes, which leave it alone "
+                "(zerobubble.schedules.with_recompute)"
+            ),
+        )
 
     def _changed(self) -> list[_Key]:
         """Returns what has changed since the last call."""
@@ -74,10 +113,17 @@ class BufferOrder:
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
 
-    def _now(self) -> dict[_Key, tuple[int, int]]:
-        return {
-            (path, name): (id(buffer), 0 if buffer.is_inference() else buffer._version)
-            for path, part in self._parts
-            for name, buffer in buffers_of(part).items()
-            if buffer is not None
-        }
+    def _now(self) -> dict[_Key, Any]:
+        buffers = ((path, name, buffer) for path, part in self._parts for name, buffer in buffers_of(part).items() if buffer is not None)
+        now: dict[_Key, Any] = {(path, name): _state_of(buffer) for path, name, buffer in buffers}
+        for path, part in self._modules.items():
+            now |= {
+                (path, name): _state_of(value) if isinstance(value, Tensor) else value
+                for name, value in vars(part).items()
+                if name not in _OF_TORCH and isinstance(value, _COMPARED) and not isinstance(value, Refusing)
+            }
+        return now
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), 0 if tensor.is_inference() else tensor._version

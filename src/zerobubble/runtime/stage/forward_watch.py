@@ -32,6 +32,11 @@ class ForwardWatch:
         if self._in_flight.is_due:
             self._unsaved_reads.begin()
 
+    @property
+    def compares_attributes(self) -> bool:
+        """Whether this step compares what forwards set."""
+        return self._forwards.is_due
+
     @contextmanager
     def forward(self, inputs: Tensors, nodes_in_flight: Callable[[], Sequence[Any]]) -> Iterator[None]:
         """Context of the forward of a microbatch; `nodes_in_flight` returns where the backward passes of other microbatches begin.

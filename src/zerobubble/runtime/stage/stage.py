@@ -8,7 +8,7 @@ transport without a graph: an edge, not the tensor, keeps the graph alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -156,7 +156,12 @@ class Stage:
     def stepping(self, meter: Meter | None = None) -> Iterator[None]:
         """Context of a step: prepares the module for its passes."""
         self.begin(meter)
-        with self.splitter.stepping(), shadowing(self._recomputed_parts or {}, self._python_state_of):
+        with ExitStack() as stack:
+            stack.enter_context(self.splitter.stepping())
+            stack.enter_context(shadowing(self._recomputed_parts or {}, self._python_state_of))
+            if self._watch.compares_attributes:
+                assert self._buffers is not None
+                stack.enter_context(self._buffers.watching())
             yield
 
     def _python_state_of(self, module: nn.Module) -> PythonState:
