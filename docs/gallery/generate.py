@@ -22,7 +22,7 @@ from zerobubble.costs import UNIT_BYTES
 from zerobubble.export import timeline_svg
 from zerobubble.export.blocks import block_svg
 from zerobubble.export.svg import caption, makespan_caption, without_tooltips
-from zerobubble.formulas import FORMULAS, Form, setting
+from zerobubble.formulas import FORMULAS, Formula, setting
 from zerobubble.kinds import KINDS
 from zerobubble.schedules import SCHEDULES, Recipe
 from zerobubble.units import show_ms, show_percent
@@ -247,7 +247,7 @@ def _confirmed(piece: Piece) -> str:
     """A sentence about the closed forms that hold here and give what was simulated."""
     timeline, at = piece.evaluation.timeline, setting(piece.schedule, piece.costs)
     bubble, peak = FORMULAS[piece.name].bubble(at), FORMULAS[piece.name].peak
-    simulated: list[tuple[str, Form, float]] = [
+    simulated: list[tuple[str, Formula, float]] = [
         ("bubble", bubble, timeline.span - timeline.work // RANKS),
         ("peak", peak, max(piece.peaks) * at.v),
     ]

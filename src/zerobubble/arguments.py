@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
 
 def instance(*classes: type) -> Wanted:
     """A value of one of these classes."""
-    names = [each.__name__ for each in classes]
+    names = [cls.__name__ for cls in classes]
     return Wanted(" or ".join(map(with_article, names)), lambda value: isinstance(value, classes), lambda value: _remedy_of(names, value))
 
 
@@ -51,11 +51,11 @@ def optional(wanted: Wanted | type) -> Wanted:
 
 def either(*options: Wanted | type) -> Wanted:
     """The requirement to be one of `options`."""
-    found = [_as_wanted(option) for option in options]
+    requirements = [_as_wanted(option) for option in options]
     return Wanted(
-        " or ".join(option.words for option in found),
-        lambda value: any(option.accepts(value) for option in found),
-        lambda value: _first(option.remedy(value) for option in found),
+        " or ".join(option.words for option in requirements),
+        lambda value: any(option.accepts(value) for option in requirements),
+        lambda value: _first(option.remedy(value) for option in requirements),
     )
 
 
@@ -164,8 +164,8 @@ def _checked(function: Callable[P, R], wanted: dict[str, Wanted | type]) -> Call
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if wanted:
-            given = bound(name, signature, args, kwargs)
-            raise_all(_fault(argument, given[argument], want, name) for argument, want in wanted.items() if argument in given)
+            values = bound(name, signature, args, kwargs)
+            raise_all(_fault(argument, values[argument], want, name) for argument, want in wanted.items() if argument in values)
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
@@ -233,9 +233,9 @@ def require_positive(what: str, amounts: Mapping[str, Any], *, or_zero: bool = F
     raise_faults(f"{name} of {what} must be {words}, got {shown(amounts[name])}" for name in wrong)
 
 
-def faults_among(given: Mapping[str, Any], wanted: Mapping[str, Wanted | type]) -> list[str]:
-    """Returns a sentence for each of the `given` values that is not what is `wanted` of its name."""
-    return [str(fault) for name, want in wanted.items() if (fault := _fault(name, given[name], want, "")) is not None]
+def faults_among(values: Mapping[str, Any], wanted: Mapping[str, Wanted | type]) -> list[str]:
+    """Returns a sentence for each of `values` that is not what is `wanted` of its name."""
+    return [str(fault) for name, want in wanted.items() if (fault := _fault(name, values[name], want, "")) is not None]
 
 
 def _fault(argument: str, value: Any, wanted: Wanted | type, call: str) -> InputError | None:

@@ -92,7 +92,7 @@ TREE = 4
 """The most neighbors of a rank in one of NCCL's trees: three below and one above. Rings have one on each side."""
 
 
-class Held(NamedTuple):
+class HeldResources(NamedTuple):
     """The most that communicators hold on a rank. `blocks` are thread blocks of waiting kernels, one kernel per communicator."""
 
     communicators: int
@@ -100,12 +100,13 @@ class Held(NamedTuple):
     bytes: int
 
 
-def held_by(rank: int, communicators: Sequence[Communicator]) -> Held:
+def held_by(rank: int, communicators: Sequence[Communicator]) -> HeldResources:
     """Return the resources that `communicators`, those of all ranks, hold on `rank`."""
-    own = [each for each in communicators if rank in each.members]
+    joined = [communicator for communicator in communicators if rank in communicator.members]
     channels = {Purpose.STAGES: channels_for(communicators), Purpose.SHARED: SHARED_CHANNELS, Purpose.SUMS: SUMS_CHANNELS}
-    blocks = [channels[each.purpose] for each in own]
-    return Held(len(own), sum(blocks), sum(count * _bytes_of_channel(rank, each) for count, each in zip(blocks, own, strict=True)))
+    blocks = [channels[communicator.purpose] for communicator in joined]
+    bytes_held = sum(count * _bytes_of_channel(rank, communicator) for count, communicator in zip(blocks, joined, strict=True))
+    return HeldResources(len(joined), sum(blocks), bytes_held)
 
 
 def _bytes_of_channel(rank: int, communicator: Communicator) -> int:
@@ -117,7 +118,7 @@ def _bytes_of_channel(rank: int, communicator: Communicator) -> int:
 
 def queues_for(communicators: Iterable[Communicator]) -> int:
     """Return the number of hardware queues with which no two streams of a rank share one: for passes, sums, and each communicator."""
-    counts = Counter(rank for each in communicators if each.purpose is not Purpose.SUMS for rank in each.members)
+    counts = Counter(rank for communicator in communicators if communicator.purpose is not Purpose.SUMS for rank in communicator.members)
     return 2 + max(counts.values(), default=0)
 
 
@@ -126,12 +127,12 @@ def channels_for(communicators: Iterable[Communicator]) -> int:
 
     Both ends of a communicator need the same number, so all communicators have one number.
     """
-    counts = Counter(rank for each in communicators if each.purpose is Purpose.STAGES for rank in each.members)
-    each = MOST_BLOCKS // max(counts.values(), default=1)
-    return min(CHANNELS, 1 << max(each.bit_length() - 1, 0))
+    counts = Counter(rank for communicator in communicators if communicator.purpose is Purpose.STAGES for rank in communicator.members)
+    fitting = MOST_BLOCKS // max(counts.values(), default=1)
+    return min(CHANNELS, 1 << max(fitting.bit_length() - 1, 0))
 
 
-class Exchange(NamedTuple):
+class NcclOperation(NamedTuple):
     """An operation among `ranks`: of a message `what` from the first to the second, or a sum over all of them."""
 
     ranks: tuple[int, ...]
@@ -142,13 +143,13 @@ class Launch(NamedTuple):
     """Launch the operations of one group on a communicator."""
 
     communicator: Communicator
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[NcclOperation, ...]
 
 
 class Wait(NamedTuple):
     """Wait on the compute stream, or also `on_host`, until the kernels of these exchanges have ended. A pass follows."""
 
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[NcclOperation, ...] = ()
     on_host: bool = False
 
 
@@ -173,7 +174,7 @@ def announced_launches(program: Program) -> list[list[Instruction]]:
     for rank in range(program.num_ranks):
         unread: dict[int, deque[Launch]] = defaultdict(deque)
         row: list[Instruction] = []
-        arrived: set[Exchange] = set()
+        arrived: set[NcclOperation] = set()
         for action, instruction in _instructions(program, rank):
             if isinstance(action, Recv) and isinstance(instruction, Launch):
                 unread[action.peer].append(instruction)
@@ -191,17 +192,15 @@ def announced_launches(program: Program) -> list[list[Instruction]]:
 
 def opening_launches(communicators: Iterable[Communicator], num_ranks: int) -> list[list[Instruction]]:
     """Return the first messages, which create these communicators, on each rank. Every rank takes them in one order."""
-    ordered = sorted(communicators)
-    return [
-        [Launch(each, (Exchange(each.members, "first message"),)) for each in ordered if rank in each.members] for rank in range(num_ranks)
-    ]
+    first = [Launch(communicator, (NcclOperation(communicator.members, "first message"),)) for communicator in sorted(communicators)]
+    return [[launch for launch in first if rank in launch.communicator.members] for rank in range(num_ranks)]
 
 
 def _instructions(program: Program, rank: int) -> Iterator[tuple[Action, Instruction]]:
     """Yield each action of a rank with what its host does for it."""
     row = program.rows[rank]
     source_of = {action.value: action.peer for action in row if isinstance(action, Recv)}
-    sent: dict[Value, list[Exchange]] = defaultdict(list)
+    sent: dict[Value, list[NcclOperation]] = defaultdict(list)
     for action in row:
         if isinstance(action, Recv):
             yield action, _message(action.peer, rank, action.value)
@@ -211,14 +210,14 @@ def _instructions(program: Program, rank: int) -> Iterator[tuple[Action, Instruc
             yield action, launch
         elif isinstance(action, Compute):
             used = [value for value in program.uses(action.step) if value in source_of]
-            yield action, Wait(tuple(Exchange((source_of[value], rank), str(value)) for value in used))
+            yield action, Wait(tuple(NcclOperation((source_of[value], rank), str(value)) for value in used))
         else:
             yield action, Wait(tuple(sent[action.value]))
 
 
 def _message(source: int, destination: int, value: Value) -> Launch:
     communicator = communicator_of(Channel(source, destination, value.value_kind))
-    return Launch(communicator, (Exchange((source, destination), str(value)),))
+    return Launch(communicator, (NcclOperation((source, destination), str(value)),))
 
 
 @dataclass(eq=False)
@@ -265,7 +264,7 @@ class Devices:
         self._host, self._stream = [0] * count, [0] * count
         self._queues: dict[tuple[int, Communicator], deque[_Kernel]] = defaultdict(deque)
         # The kernel of the last launch of each exchange, and what the host has enqueued: a kernel, or the kernels to wait for.
-        self._kernel_of: list[dict[Exchange, _Kernel]] = [{} for _ in range(count)]
+        self._kernel_of: list[dict[NcclOperation, _Kernel]] = [{} for _ in range(count)]
         self._enqueued: list[list[list[_Kernel]]] = [[] for _ in range(count)]
         self._arrived: dict[Communicator, set[int]] = defaultdict(set)
         # By communicator, ranks of an exchange and its number among these: the kernels that run it, and what each calls it.
@@ -287,7 +286,7 @@ class Devices:
         return self
 
     def abort(self, rank: int) -> None:
-        """End the kernels of `rank`, launched and future ones, as an abort of its communicators does. Others learn nothing of it."""
+        """End the kernels of `rank`, launched and future ones, as an abort of its communicators does. Other ranks are not notified."""
         self.rows = [() if at == rank else row for at, row in enumerate(self.rows)]
         self._host[rank] = self._stream[rank] = 0
         self._enqueued[rank] = []
@@ -357,7 +356,9 @@ class Devices:
     def _waited(self, rank: int, wait: Wait) -> list[_Kernel]:
         """Return the kernels to wait for; for what was never launched, one that never ends."""
         kernel_of = self._kernel_of[rank]
-        return [kernel_of.get(each) or _Kernel(rank, Launch(Communicator(each.ranks), (each,)), 1) for each in wait.exchanges]
+        return [
+            kernel_of.get(exchange) or _Kernel(rank, Launch(Communicator(exchange.ranks), (exchange,)), 1) for exchange in wait.exchanges
+        ]
 
     def _advance_stream(self, rank: int) -> None:
         line = self._line(rank)
@@ -438,7 +439,7 @@ class Devices:
             front = self._line(kernel.rank)[0]
         if isinstance(front, _Kernel):
             return self._front(front)
-        return self._front(next(each for each in self._enqueued[kernel.rank][front] if each.left))
+        return self._front(next(waiting for waiting in self._enqueued[kernel.rank][front] if waiting.left))
 
     def _missing(self, kernel: _Kernel) -> tuple[str, int]:
         """Return an exchange of `kernel` that has not ended, and a rank that has not arrived at it."""
@@ -459,4 +460,4 @@ def play(program: Program, queues: int | None = None) -> Devices:
     """
     communicators = communicators_of(channel for _, _, channel, _ in program.channels())
     parts = (opening_launches(communicators, program.num_ranks), announced_launches(program), launches(program))
-    return Devices([[each for row in rows for each in row] for rows in zip(*parts, strict=True)], queues).run()
+    return Devices([[launch for row in rows for launch in row] for rows in zip(*parts, strict=True)], queues).run()

@@ -32,7 +32,7 @@ from zerobubble.level import Level as Level
 from zerobubble.limits import MAX_LIMIT as MAX_LIMIT
 from zerobubble.limits import Limits as Limits
 from zerobubble.rules import given_to, message_receiver, recomputed
-from zerobubble.slicing import MOST_SLICES, Slice, slices_from, slices_of
+from zerobubble.slicing import MOST_SLICES, SliceShares, slices_from, slices_of
 from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
 
@@ -68,8 +68,8 @@ _COLUMN_BY_NAME = Wanted(
     lambda value: each(object).accepts(value) and len(value) == 2 and isinstance(value[0], str) and each(object).accepts(value[1]),
 )
 _SLICE = Wanted(
-    "a Slice of four shares from 0 to 1",
-    lambda value: isinstance(value, Slice) and all(NUMBER.accepts(share) and 0 <= share <= 1 for share in value),
+    "a SliceShares of four shares from 0 to 1",
+    lambda value: isinstance(value, SliceShares) and all(NUMBER.accepts(share) and 0 <= share <= 1 for share in value),
 )
 
 
@@ -121,7 +121,7 @@ class Costs(Displayed):
     reduce: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[SliceShares, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -339,8 +339,8 @@ class Costs(Displayed):
         if name in _COLUMNS:
             values: tuple[int, ...] = getattr(self, name)
             return values
-        for known, further in self.further:
-            if known == name:
+        for further_name, further in self.further:
+            if further_name == name:
                 return further
         raise InputError("{users} needs the column {name!r}", users=" and ".join(_askers(name)), name=name, remedy="see Costs.with_columns")
 
@@ -349,9 +349,9 @@ class Costs(Displayed):
 
         Names outside the standard columns are further columns, which added kinds of passes may need. An empty column is removed.
         """
-        given: dict[str, Any] = {name: as_tuple(f"{name} of the costs", values) for name, values in columns.items()}
-        further = {name: given.pop(name) for name in columns if name not in _COLUMNS}
-        return replace(self, **given, further=tuple(filter(lambda column: column[1], (dict(self.further) | further).items())))
+        standard: dict[str, Any] = {name: as_tuple(f"{name} of the costs", values) for name, values in columns.items()}
+        further = {name: standard.pop(name) for name in columns if name not in _COLUMNS}
+        return replace(self, **standard, further=tuple(filter(lambda column: column[1], (dict(self.further) | further).items())))
 
     def with_recompute(self, levels: Level | Sequence[Level]) -> Costs:
         """Return these costs with the columns `recompute` and `held_input`, by `levels`: one for all stages, or one for each.
@@ -362,15 +362,15 @@ class Costs(Displayed):
         >>> zb.Costs.uniform(2).with_recompute(zb.costs.Level("full", extra=1.0, kept=0.06)).column("held_input")
         (60000, 60000)
         """
-        each = (levels,) * self.num_stages if isinstance(levels, Level) else as_tuple("the levels of recomputation", levels)
-        if len(each) != self.num_stages:
-            raise InputError("costs for {stages} stages need as many levels, got {got}", stages=self.num_stages, got=len(each))
-        for level in each:
+        by_stage = (levels,) * self.num_stages if isinstance(levels, Level) else as_tuple("the levels of recomputation", levels)
+        if len(by_stage) != self.num_stages:
+            raise InputError("costs for {stages} stages need as many levels, got {got}", stages=self.num_stages, got=len(by_stage))
+        for level in by_stage:
             require("each of the levels of recomputation", level, Level)
             level.require_fit(self.num_stages)
         repeated = [time if any(back) else 0 for time, *back in zip(self.forward, self.backward, self.weight, strict=True)]
-        extra = [round(level.extra_in(stage) * time) for stage, (level, time) in enumerate(zip(each, repeated, strict=True))]
-        kept = [round(level.kept_in(stage) * held) for stage, (level, held) in enumerate(zip(each, self.held_after_f, strict=True))]
+        extra = [round(level.extra_in(stage) * time) for stage, (level, time) in enumerate(zip(by_stage, repeated, strict=True))]
+        kept = [round(level.kept_in(stage) * held) for stage, (level, held) in enumerate(zip(by_stage, self.held_after_f, strict=True))]
         return self.with_columns(recompute=extra, held_input=kept)
 
     def with_level(self, name: str, recompute: Sequence[int], held_input: Sequence[int]) -> Costs:
@@ -492,10 +492,10 @@ class Costs(Displayed):
 
     def memory_changes(self, kind: Kind, stage: int, recomputed_by: Kind | None = None) -> list[int]:
         """Return `memory_change` of `kind`, `stage` and `recomputed_by` for the first `num_different` numbers, with the keys of slices."""
-        made, used = makes_if_recomputed(kind, recomputed_by), [value_kind for value_kind, hop in traits_of(kind).uses if hop == 0]
+        makes, used = makes_if_recomputed(kind, recomputed_by), [value_kind for value_kind, hop in traits_of(kind).uses if hop == 0]
         added, freed = (
             _sums([self._sized_each(HELD[value_kind], stage) for value_kind in value_kinds if value_kind in HELD], self.num_different)
-            for value_kinds in (made, used)
+            for value_kinds in (makes, used)
         )
         kept = self._key_changes(kind, stage)
         return [more - less + keys for more, less, keys in zip(added, freed, kept, strict=True)]

@@ -73,9 +73,9 @@ def clipped(line: str, end: str = "", columns: int = COLUMNS) -> str:
 
 def screen(lines: Iterable[str]) -> str:
     """Return the lines that fit on a screen, with "..." last if some are left out."""
-    known = list(lines)
-    more = ["..."] if len(known) > LINES else []
-    return "\n".join([*map(clipped, known[: LINES - len(more)]), *more])
+    texts = list(lines)
+    more = ["..."] if len(texts) > LINES else []
+    return "\n".join([*map(clipped, texts[: LINES - len(more)]), *more])
 
 
 def file_titles(paths: Sequence[str]) -> list[str]:

@@ -103,10 +103,10 @@ def raise_faults(faults: Iterable[object]) -> None:
 
 def raise_all(faults: Iterable[InputError | None]) -> None:
     """Raise the only one of `faults` that is not None; several as one `InputError` with all sentences."""
-    found = [fault for fault in faults if fault is not None]
-    if len(found) == 1:
-        raise found[0]
-    raise_faults(found)
+    present = [fault for fault in faults if fault is not None]
+    if len(present) == 1:
+        raise present[0]
+    raise_faults(present)
 
 
 class LossWarning(UserWarning):
@@ -188,11 +188,11 @@ def json_or_text(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ParseError("the key {key!r} stands twice in one object", key=next(key for key in keys if keys.count(key) > 1))
-    return found
+    return values
 
 
 def _shortened(message: str) -> str:
@@ -241,28 +241,29 @@ def _plain(value: Any) -> Any:
     return shown(value)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that resembles `word` most; "" if none resembles it, or alone starts with it."""
-    words = list(known)
-    longer = [each for each in words if word and each.startswith(word)]
+def nearest(word: str, vocabulary: Iterable[str]) -> str:
+    """The word of `vocabulary` that resembles `word` most, else the only word that starts with it; "" if there is neither."""
+    words = list(vocabulary)
+    longer = [other for other in words if word and other.startswith(word)]
     return next(iter(get_close_matches(word, words, n=1, cutoff=0.75)), longer[0] if len(longer) == 1 else "")
 
 
-def near(word: str, known: Iterable[str], *, same_numbers: bool = False) -> str:
-    """`did you mean 'zb-v'? ` with all known words about as near to `word`, or one alone that is spelled almost alike; "" if none is near.
+def near(word: str, vocabulary: Iterable[str], *, same_numbers: bool = False) -> str:
+    """`did you mean 'zb-v'? `, with the words of `vocabulary` about as near to `word`; "" if none is near.
 
-    With `same_numbers`, the words differ from each other by their numbers, such as sizes of models.
+    A word that is spelled almost alike is named alone. With `same_numbers`, words with other numbers than `word` are left out, such as
+    models of another size.
 
     >>> near("zb-x", ["gpipe", "zb-h1", "zb-h2", "zb-v"])
     "did you mean 'zb-h1', 'zb-h2' or 'zb-v'? "
     """
-    words = [each for each in known if not same_numbers or _numbers(each) == _numbers(word)]
-    found = nearest(word, words)
-    alike = [each for each in words if word and each.startswith(word)][:4]
-    alike = alike or (get_close_matches(word, words, n=4, cutoff=0.66) if found else [])
-    if SequenceMatcher(None, found, word).ratio() > _ALIKE:
-        alike = [found]
-    *others, last = [repr(each) for each in words if each in alike] or [""]
+    words = [other for other in vocabulary if not same_numbers or _numbers(other) == _numbers(word)]
+    best = nearest(word, words)
+    alike = [other for other in words if word and other.startswith(word)][:4]
+    alike = alike or (get_close_matches(word, words, n=4, cutoff=0.66) if best else [])
+    if SequenceMatcher(None, best, word).ratio() > _ALIKE:
+        alike = [best]
+    *others, last = [repr(other) for other in words if other in alike] or [""]
     return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}? " if alike else ""
 
 

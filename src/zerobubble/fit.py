@@ -70,24 +70,24 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] 
 def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[str, list[int]]:
     """Return the further columns of the kinds in the timeline."""
     alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
-    found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
-    made = {
+    medians = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
+    value_kinds = {
         value_kind for kind, _, recomputed_by in changes for value_kind in makes_if_recomputed(kind, recomputed_by) if value_kind in HELD
     }
-    for value_kind in made - {ValueKind.SAVED, ValueKind.WEIGHT_WORK}:
-        found[HELD[value_kind]] = [_held(changes, value_kind, stage, 0) for stage in stages]
-    return found
+    for value_kind in value_kinds - {ValueKind.SAVED, ValueKind.WEIGHT_WORK}:
+        medians[HELD[value_kind]] = [_held(changes, value_kind, stage, 0) for stage in stages]
+    return medians
 
 
 def _fused(times: Durations, apart: Costs) -> dict[str, list[int]]:
     """Return the column with the times of BW if some stage ran BW, B and W, and BW took less than B and W; otherwise no column."""
     both = [b + w for b, w in zip(apart.backward, apart.weight, strict=True)]
     columns = [traits_of(kind).times for kind in (Kind.B, Kind.W, Kind.BW)]
-    found = list(both)
+    fused = list(both)
     for stage, time in enumerate(both):
-        if all((each, stage) in times for each in columns):
-            found[stage] = min(time, _median(times, columns[-1], stage))
-    return {} if found == both else {FUSED: found}
+        if all((kind_columns, stage) in times for kind_columns in columns):
+            fused[stage] = min(time, _median(times, columns[-1], stage))
+    return {} if fused == both else {FUSED: fused}
 
 
 @takes(timeline=Timeline)
@@ -125,15 +125,15 @@ def late_messages(timeline: Timeline, share: float) -> tuple[int | None, ...]:
     of its messages were late. The times of both directions are averaged if both are known, so that differences between clocks cancel.
     """
     links = range(_num_stages(timeline, _times(timeline, ())) - 1)
-    found: dict[tuple[ValueKind, int], list[int | None]] = defaultdict(list)
+    delays: dict[tuple[ValueKind, int], list[int | None]] = defaultdict(list)
     for message in _messages(timeline, len(links) + 1):
-        found[message.value_kind, message.link].append(message.delay if message.is_late else None)
+        delays[message.value_kind, message.link].append(message.delay if message.is_late else None)
     times = [
-        [_within(found[value_kind, link], share) for value_kind in sorted(SENT_BETWEEN_STAGES) if (value_kind, link) in found]
+        [_within(delays[value_kind, link], share) for value_kind in sorted(SENT_BETWEEN_STAGES) if (value_kind, link) in delays]
         for link in links
     ]
-    known = [[time for time in ways if time is not None] for ways in times]
-    return tuple(round(sum(ways) / len(ways)) if ways else None for ways in known)
+    measured = [[time for time in directions if time is not None] for directions in times]
+    return tuple(round(sum(directions) / len(directions)) if directions else None for directions in measured)
 
 
 def _within(delays: Sequence[int | None], share: float) -> int | None:
@@ -183,9 +183,9 @@ def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[ValueKind, int], 
     """Return the delays of messages for which a pass waited, by value kind and link; empty lists if none waited."""
     delays: dict[tuple[ValueKind, int], list[int]] = defaultdict(list)
     for message in _messages(timeline, num_stages):
-        found = delays[message.value_kind, message.link]
+        link_delays = delays[message.value_kind, message.link]
         if message.is_first:
-            found.append(message.delay)
+            link_delays.append(message.delay)
     return dict(delays)
 
 
@@ -226,7 +226,7 @@ def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
 
 def _reduce(timeline: Timeline, stage: int) -> int:
     """Return the total time of a stage's sums on a rank, the median over ranks that have any."""
-    of_ranks = [sum(one.duration for one in row if one.stage == stage) for row in timeline.reductions]
+    of_ranks = [sum(reduction.duration for reduction in row if reduction.stage == stage) for row in timeline.reductions]
     return median_low(list(filter(None, of_ranks)) or [0])
 
 
@@ -234,7 +234,7 @@ def _buckets(timeline: Timeline, stage: int) -> int:
     """Return the number of a stage's sums, the median over ranks on which the first began before the stage's last pass ended."""
     of_ranks = []
     for row, sums in zip(timeline.rows, timeline.reductions, strict=False):
-        starts = [one.start for one in sums if one.stage == stage]
+        starts = [reduction.start for reduction in sums if reduction.stage == stage]
         if starts and min(starts) < max(span.end for span in row if span.op.stage == stage):
             of_ranks.append(len(starts))
     return min(MOST_BUCKETS, median_low(of_ranks or [0]))
@@ -242,7 +242,7 @@ def _buckets(timeline: Timeline, stage: int) -> int:
 
 def _memory_changes(timeline: Timeline, shares: Sequence[float]) -> MemoryChanges:
     """Return the bytes that each pass added to those of its rank; empty for a timeline without memory."""
-    found = []
+    measured = []
     for rank, steps in enumerate(timeline.memory):
         row = timeline.rows[rank]
         if len(steps) != len(row):
@@ -253,8 +253,8 @@ def _memory_changes(timeline: Timeline, shares: Sequence[float]) -> MemoryChange
         changes = zip(row, steps, before, strict=False)
         for span, (_, held), was in changes:
             if span in alone:
-                found.append(((*span.op[:2], recomputed_by.get(span.op[1:])), _of_share_1(held - was, span, shares)))
-    return _collect(found)
+                measured.append(((*span.op[:2], recomputed_by.get(span.op[1:])), _of_share_1(held - was, span, shares)))
+    return _collect(measured)
 
 
 def _collect(measurements: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
@@ -284,8 +284,8 @@ def _median(times: Durations, columns: tuple[str, ...], stage: int) -> int:
 
 def _held(changes: MemoryChanges, value_kind: ValueKind, stage: int, default: int) -> int:
     """Return the bytes of `value_kind`: those that the passes making it add, plus those that they consume; `default` if not measured."""
-    for (kind, at, recomputed_by), found in changes.items():
+    for (kind, at, recomputed_by), added in changes.items():
         if at == stage and value_kind in makes_if_recomputed(kind, recomputed_by):
             used = [other for other, hop in traits_of(kind).uses if hop == 0 and other in HELD]
-            return max(0, median_low(found) + sum(_held(changes, other, stage, 0) for other in used))
+            return max(0, median_low(added) + sum(_held(changes, other, stage, 0) for other in used))
     return default

@@ -15,7 +15,7 @@ from zerobubble.costs import Costs
 from zerobubble.ir import Schedule
 
 
-class Setting(NamedTuple):
+class FormulaInput(NamedTuple):
     """The arguments of a closed form; times in ns."""
 
     p: int
@@ -33,13 +33,13 @@ class Setting(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """A closed form as `text` and as a function of a `Setting`, and `when` it holds, as text and as a test."""
+class Formula:
+    """A closed form as `text` and as a function of a `FormulaInput`, and `when` it holds, as text and as a test."""
 
     text: str
-    value: Callable[[Setting], float]
+    value: Callable[[FormulaInput], float]
     when: str = "always"
-    holds: Callable[[Setting], bool] = lambda s: True
+    holds: Callable[[FormulaInput], bool] = lambda s: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Formulas:
     Memory held from B to W counts in full.
     """
 
-    bubbles: tuple[Form, ...]
-    peak: Form
+    bubbles: tuple[Formula, ...]
+    peak: Formula
 
-    def bubble(self, setting: Setting) -> Form:
+    def bubble(self, setting: FormulaInput) -> Formula:
         """Return the bubble that holds in `setting`, or the general one if none does."""
         return next((form for form in self.bubbles if form.holds(setting)), self.bubbles[0])
 
 
-def setting(schedule: Schedule, costs: Costs) -> Setting:
+def setting(schedule: Schedule, costs: Costs) -> FormulaInput:
     """Return the setting of `schedule` under costs of equal stages; v counts the stages of a rank that a microbatch passes.
 
     Raises `InputError` for costs with shares.
@@ -66,66 +66,68 @@ def setting(schedule: Schedule, costs: Costs) -> Setting:
     v = schedule.num_stages // schedule.num_ranks
     link = costs.comm[0] if costs.comm else 0
     times = costs.forward[0] * v, costs.backward[0] * v, costs.weight[0] * v
-    return Setting(schedule.num_ranks, schedule.num_microbatches, v, *times, link)
+    return FormulaInput(schedule.num_ranks, schedule.num_microbatches, v, *times, link)
 
 
-def _quiet(text: str, value: Callable[[Setting], float], when: str = "", holds: Callable[[Setting], bool] = lambda s: True) -> Form:
+def _quiet(
+    text: str, value: Callable[[FormulaInput], float], when: str = "", holds: Callable[[FormulaInput], bool] = lambda s: True
+) -> Formula:
     """Return a form that holds if messages take no time."""
-    return Form(text, value, f"c = 0, {when}" if when else "c = 0", lambda s: s.c == 0 and holds(s))
+    return Formula(text, value, f"c = 0, {when}" if when else "c = 0", lambda s: s.c == 0 and holds(s))
 
 
-def _unit(s: Setting) -> bool:
+def _unit(s: FormulaInput) -> bool:
     return s.f == s.b == s.w
 
 
-def _short_w(s: Setting) -> bool:
+def _short_w(s: FormulaInput) -> bool:
     return s.w <= min(s.f, s.b)
 
 
-def _long_backward(s: Setting) -> bool:
+def _long_backward(s: FormulaInput) -> bool:
     return s.f <= s.b + s.w
 
 
-def _close(s: Setting) -> bool:
+def _close(s: FormulaInput) -> bool:
     return abs(s.f - s.b) <= s.w <= max(s.f, s.b)
 
 
-def _sizes(s: Setting, count: int) -> tuple[int, int]:
+def _sizes(s: FormulaInput, count: int) -> tuple[int, int]:
     """Return the sizes of the first and the last of `count` groups of microbatches of nearly equal size."""
     return -(-s.m // count), s.m // count
 
 
-def _wide(s: Setting) -> tuple[int, int]:
+def _wide(s: FormulaInput) -> tuple[int, int]:
     """Groups of at least p."""
     return _sizes(s, max(1, s.m // s.p))
 
 
-def _narrow(s: Setting) -> tuple[int, int]:
+def _narrow(s: FormulaInput) -> tuple[int, int]:
     """Groups of at most p."""
     return _sizes(s, -(-s.m // s.p))
 
 
-def _half(s: Setting) -> tuple[int, int]:
+def _half(s: FormulaInput) -> tuple[int, int]:
     """Groups of at least p/2."""
     return _sizes(s, max(1, s.m // -(-s.p // 2)))
 
 
-def _refill(s: Setting, first: int, last: int) -> int:
+def _refill(s: FormulaInput, first: int, last: int) -> int:
     """Return the idle time between a rank's stages due to groups smaller than p: the first group in forward, the last in backward."""
     return (s.v - 1) * ((s.p - first) * s.f + max((s.p - last) * s.b - last * s.w, 0))
 
 
 _LOOPED = _quiet("(p-1 + (v-1)max(p-m,0))(F+B+W)/v", lambda s: (s.p - 1 + (s.v - 1) * max(s.p - s.m, 0)) * s.whole / s.v)
 
-_P = Form("min(p, m)", lambda s: min(s.p, s.m))
-_2P = Form("min(2p-1, m)", lambda s: min(2 * s.p - 1, s.m))
+_P = Formula("min(p, m)", lambda s: min(s.p, s.m))
+_2P = Formula("min(2p-1, m)", lambda s: min(2 * s.p - 1, s.m))
 
 FORMULAS: dict[str, Formulas] = {
-    "gpipe": Formulas((Form("(p-1)(F+B+W+2c)", lambda s: (s.p - 1) * (s.whole + 2 * s.c)),), Form("m", lambda s: s.m)),
+    "gpipe": Formulas((Formula("(p-1)(F+B+W+2c)", lambda s: (s.p - 1) * (s.whole + 2 * s.c)),), Formula("m", lambda s: s.m)),
     "1f1b": Formulas(
         (
             _quiet("(p-1)(F+B+W)", lambda s: (s.p - 1) * s.whole),
-            Form(
+            Formula(
                 "(p-1)(F+B+W) + 2((p-1)m/p + p-2)c",
                 lambda s: (s.p - 1) * s.whole + 2 * ((s.p - 1) * s.m // s.p + s.p - 2) * s.c,
                 "1 < p divides m",
@@ -135,10 +137,10 @@ FORMULAS: dict[str, Formulas] = {
         _P,
     ),
     "eager-1f1b": Formulas(
-        (Form("(p-1)(F+B+W+2c)", lambda s: (s.p - 1) * (s.whole + 2 * s.c), "2c <= F+B+W", lambda s: 2 * s.c <= s.whole),), _2P
+        (Formula("(p-1)(F+B+W+2c)", lambda s: (s.p - 1) * (s.whole + 2 * s.c), "2c <= F+B+W", lambda s: 2 * s.c <= s.whole),), _2P
     ),
     "interleaved-1f1b": Formulas(
-        (_LOOPED,), Form("(v-1)g + min(2p-1, m), groups of g", lambda s: (s.v - 1) * _wide(s)[0] + min(2 * s.p - 1, s.m))
+        (_LOOPED,), Formula("(v-1)g + min(2p-1, m), groups of g", lambda s: (s.v - 1) * _wide(s)[0] + min(2 * s.p - 1, s.m))
     ),
     "depth-first": Formulas(
         (
@@ -150,14 +152,16 @@ FORMULAS: dict[str, Formulas] = {
                 lambda s: s.v == 2 and s.m > s.p and s.m % s.p > 0 and _long_backward(s),
             ),
         ),
-        Form("(v-1)min(p, m) + min(2p-1, m)", lambda s: (s.v - 1) * min(s.p, s.m) + min(2 * s.p - 1, s.m)),
+        Formula("(v-1)min(p, m) + min(2p-1, m)", lambda s: (s.v - 1) * min(s.p, s.m) + min(2 * s.p - 1, s.m)),
     ),
-    "interleaved-lean": Formulas((_LOOPED,), Form("(v-1)g + min(p, m), groups of g", lambda s: (s.v - 1) * _wide(s)[0] + min(s.p, s.m))),
-    "breadth-first": Formulas((_LOOPED,), Form("mv", lambda s: s.m * s.v)),
-    "forward-only": Formulas((_quiet("(v-1)max(p-m,0)F/v", lambda s: (s.v - 1) * max(s.p - s.m, 0) * s.f / s.v),), Form("0", lambda s: 0)),
+    "interleaved-lean": Formulas((_LOOPED,), Formula("(v-1)g + min(p, m), groups of g", lambda s: (s.v - 1) * _wide(s)[0] + min(s.p, s.m))),
+    "breadth-first": Formulas((_LOOPED,), Formula("mv", lambda s: s.m * s.v)),
+    "forward-only": Formulas(
+        (_quiet("(v-1)max(p-m,0)F/v", lambda s: (s.v - 1) * max(s.p - s.m, 0) * s.f / s.v),), Formula("0", lambda s: 0)
+    ),
     "zb-h1": Formulas(
         (
-            Form(
+            Formula(
                 "(p-1)(F+B-W+4c)",
                 lambda s: (s.p - 1) * (s.f + s.b - s.w + 4 * s.c),
                 "m > p, 2c <= W <= min(F, B) + 2c",
@@ -174,7 +178,7 @@ FORMULAS: dict[str, Formulas] = {
     ),
     "zb-h2": Formulas(
         (
-            Form(
+            Formula(
                 "(p-1)(F+B-2W+2c)",
                 lambda s: (s.p - 1) * (s.f + s.b - 2 * s.w + 2 * s.c),
                 "m >= 2p-1, W <= F, W <= B, 2c <= F+B",
@@ -191,11 +195,11 @@ FORMULAS: dict[str, Formulas] = {
     ),
     "zb-v": Formulas(
         (_quiet("0", lambda s: 0, "F = B = W, m >= 2p-1", lambda s: _unit(s) and s.m >= 2 * s.p - 1),),
-        Form("min(m+p, 2m, 2p)", lambda s: min(s.m + s.p, 2 * s.m, 2 * s.p)),
+        Formula("min(m+p, 2m, 2p)", lambda s: min(s.m + s.p, 2 * s.m, 2 * s.p)),
     ),
     "v-zb": Formulas(
         (_quiet("0", lambda s: 0, "F = B = W, m >= 2p-1", lambda s: _unit(s) and s.m >= 2 * s.p - 1),),
-        Form("min(2m, 2p)", lambda s: min(2 * s.m, 2 * s.p)),
+        Formula("min(2m, 2p)", lambda s: min(2 * s.m, 2 * s.p)),
     ),
     "v-half": Formulas(
         (
@@ -206,7 +210,7 @@ FORMULAS: dict[str, Formulas] = {
                 lambda s: _unit(s) and 3 <= s.p <= s.m,
             ),
         ),
-        Form("min(2m, 2 floor((p+2)/2))", lambda s: min(2 * s.m, 2 * ((s.p + 2) // 2))),
+        Formula("min(2m, 2 floor((p+2)/2))", lambda s: min(2 * s.m, 2 * ((s.p + 2) // 2))),
     ),
     "v-min": Formulas(
         (
@@ -217,7 +221,7 @@ FORMULAS: dict[str, Formulas] = {
                 lambda s: _unit(s) and s.m >= max(s.p, 3) and s.p >= 2,
             ),
         ),
-        Form("min(2m, 2 floor((p+4)/3))", lambda s: min(2 * s.m, 2 * ((s.p + 4) // 3))),
+        Formula("min(2m, 2 floor((p+4)/3))", lambda s: min(2 * s.m, 2 * ((s.p + 4) // 3))),
     ),
     "1f1b-v": Formulas(
         (
@@ -228,7 +232,7 @@ FORMULAS: dict[str, Formulas] = {
                 lambda s: _unit(s) and 3 <= s.p <= s.m and s.p % 3 == 1,
             ),
         ),
-        Form(
+        Formula(
             "min(2m, m+1 + floor(3(p-1)/2), 2 floor(2p/3) + 2)",
             lambda s: min(2 * s.m, s.m + 1 + 3 * (s.p - 1) // 2, 2 * (2 * s.p // 3) + 2),
         ),
@@ -242,7 +246,7 @@ FORMULAS: dict[str, Formulas] = {
                 lambda s: _unit(s) and 2 <= s.p <= s.m,
             ),
         ),
-        Form("min(m, floor((2p+1)/3) + 1)", lambda s: min(s.m, (2 * s.p + 1) // 3 + 1)),
+        Formula("min(m, floor((2p+1)/3) + 1)", lambda s: min(s.m, (2 * s.p + 1) // 3 + 1)),
     ),
     "interleaved-zb": Formulas(
         (
@@ -259,7 +263,7 @@ FORMULAS: dict[str, Formulas] = {
                 lambda s: _short_w(s) and s.m < s.p,
             ),
         ),
-        Form("min((v-1)g + p, mv), groups of g", lambda s: min((s.v - 1) * _wide(s)[0] + s.p, s.m * s.v)),
+        Formula("min((v-1)g + p, mv), groups of g", lambda s: min((s.v - 1) * _wide(s)[0] + s.p, s.m * s.v)),
     ),
     "gis": Formulas(
         (
@@ -271,7 +275,7 @@ FORMULAS: dict[str, Formulas] = {
                 _close,
             ),
         ),
-        Form("min((v-1)g + p, mv), groups of g", lambda s: min((s.v - 1) * _narrow(s)[0] + s.p, s.m * s.v)),
+        Formula("min((v-1)g + p, mv), groups of g", lambda s: min((s.v - 1) * _narrow(s)[0] + s.p, s.m * s.v)),
     ),
     "gis-h": Formulas(
         (
@@ -288,7 +292,7 @@ FORMULAS: dict[str, Formulas] = {
                 lambda s: _close(s) and len(set(_half(s))) == 1,
             ),
         ),
-        Form("min((v-1)g + p, mv), groups of g", lambda s: min((s.v - 1) * _half(s)[0] + s.p, s.m * s.v)),
+        Formula("min((v-1)g + p, mv), groups of g", lambda s: min((s.v - 1) * _half(s)[0] + s.p, s.m * s.v)),
     ),
     "hanayo": Formulas(
         (
@@ -299,7 +303,7 @@ FORMULAS: dict[str, Formulas] = {
                 _long_backward,
             ),
         ),
-        Form("min(vk, (v-2)k + m+p), k = min(p, m)", lambda s: min(s.v * min(s.p, s.m), (s.v - 2) * min(s.p, s.m) + s.m + s.p)),
+        Formula("min(vk, (v-2)k + m+p), k = min(p, m)", lambda s: min(s.v * min(s.p, s.m), (s.v - 2) * min(s.p, s.m) + s.m + s.p)),
     ),
     "chimera": Formulas(
         (
@@ -310,18 +314,18 @@ FORMULAS: dict[str, Formulas] = {
                 _long_backward,
             ),
         ),
-        Form(
+        Formula(
             "p; less for m < 2p",
             lambda s: max(min(s.p, min(s.p - r, -(-s.m // 2)) + min(r + 1, s.m // 2)) for r in range(s.p)),
         ),
     ),
     "dualpipe": Formulas(
         (_quiet("(p/2-1)(F+2B-W)", lambda s: (s.p // 2 - 1) * (s.f + 2 * s.b - s.w), "F = B >= W", lambda s: s.f == s.b >= s.w),),
-        Form("p+1", lambda s: s.p + 1),
+        Formula("p+1", lambda s: s.p + 1),
     ),
     "dualpipe-v": Formulas(
         (_quiet("(p-1)(F+2B-W)/2", lambda s: (s.p - 1) * (s.f + 2 * s.b - s.w) / 2, "F = B >= W", lambda s: s.f == s.b >= s.w),),
-        Form("2p+1", lambda s: 2 * s.p + 1),
+        Formula("2p+1", lambda s: 2 * s.p + 1),
     ),
 }
 """Closed forms by the name of the schedule; schedules without any are left out."""

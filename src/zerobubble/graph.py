@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from typing import NamedTuple
 
 from zerobubble.ir import Op, Schedule
@@ -55,21 +55,11 @@ def resolve(schedule: Schedule) -> Graph:
     """
     ops = list(chain.from_iterable(schedule.rows))
     rank = list(chain.from_iterable(repeat(r, len(row)) for r, row in enumerate(schedule.rows)))
-    first = [0]
-    for row in schedule.rows:
-        first.append(first[-1] + len(row))
-    used, made = _value_numbers(schedule.num_stages, schedule.num_microbatches)
-    recomputed_by = recomputed(ops)
-    checkpointed = {kind: _made_numbers(schedule.num_stages, schedule.num_microbatches, kind) for kind in {*recomputed_by.values()}}
-    maker = [-1] * (len((*SENT_BETWEEN_STAGES, *HELD)) * schedule.num_stages * schedule.num_microbatches)
-    for number in reversed(range(len(ops))):  # in reverse, so that the first of duplicates is the last to be written
-        kind, stage, microbatch = ops[number]
-        here = checkpointed[recomputed_by[stage, microbatch]] if recomputed_by and (stage, microbatch) in recomputed_by else made
-        for value in here[kind][stage]:
-            maker[value + microbatch] = number
+    first = [0, *accumulate(map(len, schedule.rows))]
+    used, maker = _used_numbers(schedule.num_stages, schedule.num_microbatches), _makers(schedule, ops)
     needs = [tuple([maker[v + microbatch] for v in used[kind][stage]]) for kind, stage, microbatch in ops]
     if -1 in maker:
-        needs = [tuple(need for need in known if need >= 0) if -1 in known else known for known in needs]
+        needs = [tuple(number for number in numbers if number >= 0) if -1 in numbers else numbers for numbers in needs]
     if schedule.has_divided_head:
         needs = _with_collectives(ops, needs, schedule.num_stages)
     if schedule.slices > 1:
@@ -79,6 +69,20 @@ def resolve(schedule: Schedule) -> Graph:
     return Graph(ops, rank, first, needs, pairs)
 
 
+def _makers(schedule: Schedule, ops: list[Op]) -> list[int]:
+    """Return the number of the pass that makes each value, by the number of the value; -1 for a value that no pass makes."""
+    shape = schedule.num_stages, schedule.num_microbatches
+    made_numbers, recomputed_by = _made_numbers(*shape, None), recomputed(ops)
+    checkpointed = {kind: _made_numbers(*shape, kind) for kind in {*recomputed_by.values()}}
+    maker = [-1] * (len((*SENT_BETWEEN_STAGES, *HELD)) * schedule.num_stages * schedule.num_microbatches)
+    for number in reversed(range(len(ops))):  # in reverse, so that the first of duplicates is the last to be written
+        kind, stage, microbatch = ops[number]
+        numbers = checkpointed[recomputed_by[stage, microbatch]] if (stage, microbatch) in recomputed_by else made_numbers
+        for value in numbers[kind][stage]:
+            maker[value + microbatch] = number
+    return maker
+
+
 def _with_collectives(ops: list[Op], needs: list[tuple[int, ...]], num_stages: int) -> list[tuple[int, ...]]:
     """Return `needs` in which every pass that gathers also waits for all passes that give to the same collective and microbatch."""
     givers: dict[tuple[Collective, int], dict[Op, int]] = defaultdict(dict)
@@ -86,7 +90,7 @@ def _with_collectives(ops: list[Op], needs: list[tuple[int, ...]], num_stages: i
         for collective in given_to(op.kind, op.stage, num_stages):
             givers[collective, op.microbatch].setdefault(op, number)
     more = [[n for c in gathered(op.kind, op.stage, num_stages) for n in givers[c, op.microbatch].values()] for op in ops]
-    return [tuple(dict.fromkeys((*known, *others))) if others else known for known, others in zip(needs, more, strict=True)]
+    return [tuple(dict.fromkeys((*makers, *others))) if others else makers for makers, others in zip(needs, more, strict=True)]
 
 
 def _with_slices(ops: list[Op], needs: list[tuple[int, ...]], slices: int) -> list[tuple[int, ...]]:
@@ -96,7 +100,7 @@ def _with_slices(ops: list[Op], needs: list[tuple[int, ...]], slices: int) -> li
         for value_kind in carried_from(op.kind, op.microbatch, slices):
             maker.setdefault((value_kind, op.stage, op.microbatch), number)
     more = [[maker.get((value_kind, op.stage, j), -1) for value_kind, j in carried_to(op.kind, op.microbatch, slices)] for op in ops]
-    return [tuple(dict.fromkeys((*known, *(n for n in others if n >= 0)))) for known, others in zip(needs, more, strict=True)]
+    return [tuple(dict.fromkeys((*makers, *(n for n in others if n >= 0)))) for makers, others in zip(needs, more, strict=True)]
 
 
 def joint_needs(graph: Graph, needs: Needs) -> Needs:
@@ -113,11 +117,10 @@ ByStage = dict[Kind, list[list[int]]]
 """For each kind and stage, the numbers of its values for microbatch 0. Adding j gives those for microbatch j."""
 
 
-def _value_numbers(stages: int, microbatches: int) -> tuple[ByStage, ByStage]:
-    """Return the numbers of the values used and made by each pass, without recomputation."""
+def _used_numbers(stages: int, microbatches: int) -> ByStage:
+    """Return the numbers of the values used by each pass."""
     start = _starts(stages, microbatches)
-    used = {k: [[start[t] + at * microbatches for t, at in used_stages(k, s, stages)] for s in range(stages)] for k in KINDS}
-    return used, _made_numbers(stages, microbatches, None)
+    return {k: [[start[t] + at * microbatches for t, at in used_stages(k, s, stages)] for s in range(stages)] for k in KINDS}
 
 
 def _made_numbers(stages: int, microbatches: int, recomputed_by: Kind | None) -> ByStage:
@@ -232,7 +235,7 @@ def circles(graph: Graph, needs: Needs, heads: list[int]) -> list[list[tuple[int
     for rank, number in enumerate(heads):
         if number < graph.first[rank + 1]:
             waits[rank] = (number, next(need for need in needs[number] if need >= heads[graph.rank[need]]))
-    found: list[list[tuple[int, int]]] = []
+    cycles: list[list[tuple[int, int]]] = []
     seen: set[int] = set()
     for start in waits:
         path: list[int] = []
@@ -242,5 +245,5 @@ def circles(graph: Graph, needs: Needs, heads: list[int]) -> list[list[tuple[int
             path.append(rank)
             rank = graph.rank[waits[rank][1]]
         if rank in path:
-            found.append([waits[r] for r in path[path.index(rank) :]])
-    return found
+            cycles.append([waits[r] for r in path[path.index(rank) :]])
+    return cycles

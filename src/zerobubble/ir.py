@@ -116,14 +116,14 @@ class Placement(Displayed):
         require("num_ranks of a placement", self.num_ranks, WHOLE)
         routes = as_tuple("the routes of a placement", self.routes)
         object.__setattr__(self, "routes", tuple(as_tuple("the ranks of a route", route) for route in routes))
-        used = {rank for route in self.routes for rank in route}
+        used = {*chain.from_iterable(self.routes)}
         for rank in used:
             require("the rank of a stage", rank, WHOLE)
         if self.num_ranks < 1:
             raise InputError("a pipeline needs at least 1 rank, got {got}", got=self.num_ranks)
         if not self.routes or not self.routes[0]:
             raise InputError("a placement needs at least one route with at least one stage")
-        lengths = {len(route) for route in self.routes}
+        lengths = {*map(len, self.routes)}
         if len(lengths) > 1:
             raise InputError("every route must hold the same stages, got routes of {lengths} stages", lengths=sorted(lengths))
         beyond = sorted(rank for rank in used if not 0 <= rank < self.num_ranks)
@@ -479,7 +479,9 @@ class Schedule(WithHeader):
             rows = tuple(tuple(Op(Kind.F, stage, j) for kind, stage, j in row if kind in forwards) for row in self.rows)
         else:
             stages = [[stage for stage, home in enumerate(route) if home == rank] for rank in range(self.num_ranks)]
-            rows = tuple(tuple(Op(Kind.F, stage, j) for stage in own for j in range(self.num_microbatches)) for own in stages)
+            rows = tuple(
+                tuple(Op(Kind.F, stage, j) for stage in stages_of_rank for j in range(self.num_microbatches)) for stages_of_rank in stages
+            )
         return Schedule(name, self.placement, self.num_microbatches, rows, slices=self.slices)
 
     def ops(self) -> Iterator[tuple[int, int, Op]]:

@@ -89,10 +89,10 @@ class Kind(str):
     TX: ClassVar[Kind]
 
     def __new__(cls, letters: str) -> Kind:
-        known = _KIND_OF.get(letters) if isinstance(letters, str) else None
-        if known is None:
+        kind = _KIND_OF.get(letters) if isinstance(letters, str) else None
+        if kind is None:
             raise _unknown(letters)
-        return known
+        return kind
 
     def __repr__(self) -> str:
         return f"Kind({str(self)!r})"
@@ -125,11 +125,11 @@ class ValueKind(str):
     KEY_GRADIENT: ClassVar[ValueKind]
 
     def __new__(cls, letter: str) -> ValueKind:
-        known = _VALUE_KIND_OF.get(letter) if isinstance(letter, str) else None
-        if known is None:
+        value_kind = _VALUE_KIND_OF.get(letter) if isinstance(letter, str) else None
+        if value_kind is None:
             message = "{letter!r} is not a value kind; known are {known}"
             raise InputError(message, letter=letter, known=", ".join(_VALUE_KIND_OF), remedy="see zerobubble.kinds.add_value_kind")
-        return known
+        return value_kind
 
     def __repr__(self) -> str:
         return f"ValueKind({str(self)!r})"
@@ -485,9 +485,9 @@ def _check_traits(letters: str, traits: Traits) -> None:
     if checkpointed is not None and [value_kind for value_kind in checkpointed.makes if value_kind in SENT_BETWEEN_STAGES] != [
         ValueKind.ACTIVATION
     ]:
-        made = " and ".join(checkpointed.makes) or "nothing"
+        makes = " and ".join(checkpointed.makes) or "nothing"
         message = "the forward that {letters} recomputes must send its activation a and nothing else, but makes {made}"
-        raise InputError(message, letters=letters, made=made)
+        raise InputError(message, letters=letters, made=makes)
     if not re.fullmatch("#[0-9a-fA-F]{6}", traits.color):
         raise wrong(f"the color of {letters}", traits.color, "written as #rrggbb")
 

@@ -59,15 +59,15 @@ class Level:
 
     def on(self, stages: Sequence[int]) -> Level:
         """Return the level for these `stages` only."""
-        parts = {name: tuple(given[s] for s in stages) for name in ("extra", "kept") if isinstance(given := getattr(self, name), tuple)}
+        parts = {name: tuple(share[s] for s in stages) for name in ("extra", "kept") if isinstance(share := getattr(self, name), tuple)}
         return replace(self, **parts)  # type: ignore[arg-type]
 
     def require_fit(self, num_stages: int) -> None:
         """Raise `InputError` unless the level has one share for all stages or one for each."""
-        for given in (self.extra, self.kept):
-            if isinstance(given, tuple) and len(given) != num_stages:
+        for shares in (self.extra, self.kept):
+            if isinstance(shares, tuple) and len(shares) != num_stages:
                 message = "level {name!r} has shares of {got} stages, but there are {num_stages}"
-                raise InputError(message, name=self.name, got=len(given), num_stages=num_stages, remedy="pass one, or one for each")
+                raise InputError(message, name=self.name, got=len(shares), num_stages=num_stages, remedy="pass one, or one for each")
 
 
 FULL = Level("full", extra=1.0, kept=0.06)

@@ -49,33 +49,36 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
     and input whose gradient differs by more than `tolerance` of its norm. Changes neither `module` nor torch's random state.
     """
     state = RandomState.now(next((tensor.device for tensor in (*module.parameters(), *inputs)), torch.device("cpu")))
-    waited: tuple[str, ...] = ()
-    found: list[dict[str, Tensor | None]] = []
-    for split in (False, True):
-        state.set()
-        mine = copy.deepcopy(module)
-        leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
-        stage = make_stage("deferred" if split else "whole", mine, 0)
-        try:
-            with torch.enable_grad(), stage.stepping():
-                outputs = stage.forward(0, leaves)
-                differentiable = [y for y in outputs if y.requires_grad]
-                gradients = iter(
-                    stage.backward(0, tuple(torch.linspace(-1, 1, y.numel(), device="cpu").view_as(y).to(y) for y in differentiable))
-                )
-                before = {name for name, p in mine.named_parameters() if p.grad is None}
-                if split:
-                    stage.weight(0)
-        finally:
-            state.set()
-        waited = tuple(name for name, p in mine.named_parameters() if name in before and p.grad is not None)
-        of_inputs: dict[str, Tensor | None] = {f"input {i}": next(gradients) for i, x in enumerate(leaves) if x.requires_grad}
-        found.append({name: p.grad for name, p in mine.named_parameters()} | of_inputs)
-    wrong = [name for name in found[0] if not _close(found[1][name], found[0][name], tolerance)]
+    whole, _ = _gradients(module, inputs, state, split=False)
+    split, waited = _gradients(module, inputs, state, split=True)
+    wrong = [name for name in whole if not _close(split[name], whole[name], tolerance)]
     if wrong:
         message = "the split changes the gradient of {wrong}; {remedy}"
         raise InputError(message, wrong=", ".join(wrong), remedy="check what their layers pass to zerobubble.nn.deferral")
     return waited
+
+
+def _gradients(
+    module: nn.Module, inputs: tuple[Tensor, ...], state: RandomState, split: bool
+) -> tuple[dict[str, Tensor | None], tuple[str, ...]]:
+    """Runs a copy of `module` from a random `state`; returns its gradients by name, and the parameters whose gradients were deferred."""
+    state.set()
+    copied = copy.deepcopy(module)
+    leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
+    stage = make_stage("deferred" if split else "whole", copied, 0)
+    try:
+        with torch.enable_grad(), stage.stepping():
+            outputs = [y for y in stage.forward(0, leaves) if y.requires_grad]
+            of_outputs = tuple(torch.linspace(-1, 1, y.numel(), device="cpu").view_as(y).to(y) for y in outputs)
+            of_inputs = iter(stage.backward(0, of_outputs))
+            before = {name for name, p in copied.named_parameters() if p.grad is None}
+            if split:
+                stage.weight(0)
+    finally:
+        state.set()
+    waited = tuple(name for name, p in copied.named_parameters() if name in before and p.grad is not None)
+    gradients: dict[str, Tensor | None] = {name: p.grad for name, p in copied.named_parameters()}
+    return gradients | {f"input {i}": next(of_inputs) for i, x in enumerate(leaves) if x.requires_grad}, waited
 
 
 def _close(mine: Tensor | None, whole: Tensor | None, tolerance: float) -> bool:
@@ -102,16 +105,16 @@ class Deferral:
         weight, gradients = self._weight, self._work.context.gradients
 
         def checked(*detached: Tensor) -> Tensor:
-            found = gradient(*detached)
-            if found.shape != weight.shape:
+            deferred = gradient(*detached)
+            if deferred.shape != weight.shape:
                 raise InputError(
                     "the deferred gradient of a weight of shape {expected} has the shape {got}; "
                     "a Function that takes a deferral must return the gradient of that weight only",
                     expected=str(tuple(weight.shape)),
-                    got=str(tuple(found.shape)),
+                    got=str(tuple(deferred.shape)),
                 )
             # W keeps a first gradient as the sum, which later microbatches change: it must not be the memory of dy or of another gradient.
-            return found.clone() if gradients.get(weight) is None else found
+            return deferred.clone() if gradients.get(weight) is None else deferred
 
         self._work.defer(weight, checked, *held)
         return None

@@ -27,11 +27,11 @@ def not_run(used: Collection[str]) -> tuple[str, ...]:
     ('No pipeline runs a divided head with offload yet: offload moves activations of stages only. To run the plan, leave one of the two \
 out, or include the head in the last stage or layer.',)
     """
-    pairs = [(one, other) for one, other in NOT_RUN if one in used and other in used]
+    pairs = [(first, second) for first, second in NOT_RUN if first in used and second in used]
     remedy = "To run the plan, leave one of the two out, or include the head in the last stage or layer"
     return tuple(
-        f"No pipeline runs a divided head with {_RUN[one if other == 'head' else other]} yet: {NOT_RUN[one, other]}. {remedy}."
-        for one, other in pairs
+        f"No pipeline runs a divided head with {_RUN[first if second == 'head' else second]} yet: {NOT_RUN[first, second]}. {remedy}."
+        for first, second in pairs
     )
 
 

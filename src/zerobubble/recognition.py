@@ -60,11 +60,11 @@ def recognize(schedule: Schedule) -> Recognition:
     if lacks_most_passes(schedule):
         shape = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
         return Recognition("", 0.0, f"{sum(map(len, schedule.rows))} passes are too few for {shape}")
-    found = [_compared(schedule, name, known) for name, known in _candidates(schedule)]
-    if not found:
+    compared = [_compared(schedule, name, candidate) for name, candidate in _candidates(schedule)]
+    if not compared:
         shape = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks for {schedule.num_microbatches} microbatches"
         return Recognition("", 0.0, f"no known schedule has {shape}")
-    first, *others = sorted(found, key=lambda r: (not r.exact, -r.share, r.relabeled, r.name != schedule.name))
+    first, *others = sorted(compared, key=lambda r: (not r.exact, -r.share, r.relabeled, r.name != schedule.name))
     return replace(first, also=tuple(other.name for other in others if first.exact and other.exact))
 
 
@@ -74,39 +74,39 @@ def _candidates(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
     for name, recipe in known_schedules().items():
         if recipe.allows(*shape):
             try:
-                known = make(name, *shape)
+                candidate = make(name, *shape)
             except InputError:  # a registered function may refuse a shape that its recipe allows
                 continue
-            if known.num_stages == schedule.num_stages:
-                yield name, known
+            if candidate.num_stages == schedule.num_stages:
+                yield name, candidate
 
 
-def _compared(schedule: Schedule, name: str, known: Schedule) -> Recognition:
-    numbered = _numbered_like(schedule, known)
-    share, other = _share(schedule, known), _share(schedule, numbered)
+def _compared(schedule: Schedule, name: str, candidate: Schedule) -> Recognition:
+    numbered = _numbered_like(schedule, candidate)
+    share, other = _share(schedule, candidate), _share(schedule, numbered)
     relabeled = other > share
-    return Recognition(name, max(share, other), _difference(schedule, name, numbered if relabeled else known), relabeled)
+    return Recognition(name, max(share, other), _difference(schedule, name, numbered if relabeled else candidate), relabeled)
 
 
-def _share(schedule: Schedule, known: Schedule) -> float:
-    same = sum(sum(map(eq, row, other)) for row, other in zip(schedule.rows, known.rows, strict=True))
-    return same / max(1, *(sum(map(len, rows)) for rows in (schedule.rows, known.rows)))
+def _share(schedule: Schedule, candidate: Schedule) -> float:
+    same = sum(sum(map(eq, row, other)) for row, other in zip(schedule.rows, candidate.rows, strict=True))
+    return same / max(1, *(sum(map(len, rows)) for rows in (schedule.rows, candidate.rows)))
 
 
-def _numbered_like(schedule: Schedule, known: Schedule) -> Schedule:
-    """Return `known` with its microbatches renumbered so that they first appear in the same order as those of `schedule`."""
-    now, then = (_appearance(order) for order in (schedule, known))
+def _numbered_like(schedule: Schedule, candidate: Schedule) -> Schedule:
+    """Return `candidate` with its microbatches renumbered in the order in which the microbatches of `schedule` first appear."""
+    now, then = (_appearance(order) for order in (schedule, candidate))
     if now == then:
-        return known
+        return candidate
     new = dict(zip(then, now, strict=False))
 
     def renamed(op: Op) -> Op:
         return Op(op.kind, op.stage, new[op.microbatch])
 
-    rows = tuple(tuple(map(renamed, row)) for row in known.rows)
-    routes = dict(zip(map(new.__getitem__, range(known.num_microbatches)), known.microbatch_routes, strict=False))
-    overlaps = frozenset((renamed(first), renamed(second)) for first, second in known.overlaps)
-    return replace(known, rows=rows, microbatch_routes=tuple(routes[j] for j in sorted(routes)), overlaps=overlaps)
+    rows = tuple(tuple(map(renamed, row)) for row in candidate.rows)
+    routes = dict(zip(map(new.__getitem__, range(candidate.num_microbatches)), candidate.microbatch_routes, strict=False))
+    overlaps = frozenset((renamed(first), renamed(second)) for first, second in candidate.overlaps)
+    return replace(candidate, rows=rows, microbatch_routes=tuple(routes[j] for j in sorted(routes)), overlaps=overlaps)
 
 
 def _appearance(schedule: Schedule) -> list[int]:
@@ -115,24 +115,24 @@ def _appearance(schedule: Schedule) -> list[int]:
     return list(seen | dict.fromkeys(range(schedule.num_microbatches)))
 
 
-def _difference(schedule: Schedule, name: str, known: Schedule) -> str:
+def _difference(schedule: Schedule, name: str, candidate: Schedule) -> str:
     """Return the first difference as a clause, "" if there is none. Placement and routes are compared before rows."""
-    for homes, others in zip_longest(schedule.placement.routes, known.placement.routes, fillvalue=()):
+    for homes, others in zip_longest(schedule.placement.routes, candidate.placement.routes, fillvalue=()):
         for stage, (home, other) in enumerate(zip_longest(homes, others, fillvalue=None)):
             if home != other:
                 return f"stage {stage} is on {_rank(home)} where {name} has it on {_rank(other)}"
-    for j, (route, other) in enumerate(zip_longest(schedule.microbatch_routes, known.microbatch_routes, fillvalue=0)):
+    for j, (route, other) in enumerate(zip_longest(schedule.microbatch_routes, candidate.microbatch_routes, fillvalue=0)):
         if route != other:
             return f"microbatch {j} takes route {route} where {name} sends it on route {other}"
-    return _row_difference(schedule, name, known) or _step_difference(schedule, name, known)
+    return _row_difference(schedule, name, candidate) or _step_difference(schedule, name, candidate)
 
 
 def _rank(rank: int | None) -> str:
     return "no rank" if rank is None else f"rank {rank}"
 
 
-def _row_difference(schedule: Schedule, name: str, known: Schedule) -> str:
-    for position, columns in enumerate(zip(_columns(schedule), _columns(known), strict=False)):
+def _row_difference(schedule: Schedule, name: str, candidate: Schedule) -> str:
+    for position, columns in enumerate(zip(_columns(schedule), _columns(candidate), strict=False)):
         for rank, (op, other) in enumerate(zip(*columns, strict=True)):
             if op != other:
                 mine = "ends" if op is None else f"runs {op}"
@@ -147,10 +147,10 @@ def _columns(schedule: Schedule) -> Iterator[tuple[Op | None, ...]]:
     yield (None,) * schedule.num_ranks
 
 
-def _step_difference(schedule: Schedule, name: str, known: Schedule) -> str:
+def _step_difference(schedule: Schedule, name: str, candidate: Schedule) -> str:
     for rank, row in enumerate(schedule.rows):
         for position, pair in enumerate(pairwise(row)):
-            if (pair in schedule.overlaps) != (pair in known.overlaps):
+            if (pair in schedule.overlaps) != (pair in candidate.overlaps):
                 ways = "overlapped", "one after the other"
                 mine, theirs = ways if pair in schedule.overlaps else ways[::-1]
                 return f"rank {rank}, position {position}: runs {pair[0]} and {pair[1]} {mine} where {name} runs them {theirs}"

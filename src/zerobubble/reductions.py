@@ -21,7 +21,7 @@ from zerobubble.costs import Costs
 from zerobubble.graph import Graph
 from zerobubble.ir import Kind, Op
 from zerobubble.kinds import traits_of
-from zerobubble.timeline import Reduction
+from zerobubble.timeline import ReplicaSum
 
 
 class StageSum(NamedTuple):
@@ -70,7 +70,12 @@ def planned_sums(graph: Graph, costs: Costs) -> RankSums:
         return [[] for _ in graph.first[1:]]
     tails = _tails(graph)
     return [
-        [bucket for one in row if costs.reduce[one.stage] for bucket in _in_buckets(graph, one, tails.get(one.after, ()), costs)]
+        [
+            bucket
+            for stage_sum in row
+            if costs.reduce[stage_sum.stage]
+            for bucket in _in_buckets(graph, stage_sum, tails.get(stage_sum.after, ()), costs)
+        ]
         for row in stage_sums(graph)
     ]
 
@@ -98,12 +103,12 @@ def weight_tails(row: Sequence[Op], overlapped: Collection[int] = ()) -> dict[in
 
 def _tails(graph: Graph) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Return the pass numbers of each tail, keyed by its last pass in the form of `StageSum.after`."""
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    tails: dict[tuple[int, ...], tuple[int, ...]] = {}
     for first, stop in pairwise(graph.first):
         overlapped = {number + more - first for number in graph.pairs for more in (0, 1)}
         for places in weight_tails(graph.ops[first:stop], overlapped).values():
-            found[(first + places[-1],)] = tuple(first + place for place in places)
-    return found
+            tails[(first + places[-1],)] = tuple(first + place for place in places)
+    return tails
 
 
 def _in_buckets(graph: Graph, whole: StageSum, tail: Sequence[int], costs: Costs) -> list[StageSum]:
@@ -129,7 +134,7 @@ def _parts(takes: int, count: int, ends: tuple[int, ...]) -> list[tuple[int, int
     return parts
 
 
-def measured_sums(graph: Graph, rows: Sequence[Sequence[Reduction]], end: Sequence[int], origin: int) -> RankSums:
+def measured_sums(graph: Graph, rows: Sequence[Sequence[ReplicaSum]], end: Sequence[int], origin: int) -> RankSums:
     """Return the sums measured in `rows`, with lags that reproduce the measured times if passes end at `end`.
 
     A sum that began during the tail of its stage counts as a bucket whose last parameter was done at that moment. `origin` is the time in
@@ -137,15 +142,15 @@ def measured_sums(graph: Graph, rows: Sequence[Sequence[Reduction]], end: Sequen
     """
     sums = []
     tails = _tails(graph)
-    for known, row in zip(stage_sums(graph), rows, strict=True):
-        after = {one.stage: one.after for one in known}
-        free, found = 0, []
+    for planned, row in zip(stage_sums(graph), rows, strict=True):
+        after = {stage_sum.stage: stage_sum.after for stage_sum in planned}
+        free, measured = 0, []
         for stage, start, stop in row:
             begin = start - origin
             waits = _waits_for(stage, after[stage], tails.get(after[stage], ()), end, begin)
-            found.append(waits._replace(takes=stop - start, lag=begin - _ready(waits, end, free)))
+            measured.append(waits._replace(takes=stop - start, lag=begin - _ready(waits, end, free)))
             free = stop - origin
-        sums.append(found)
+        sums.append(measured)
     return sums
 
 
@@ -155,21 +160,21 @@ def _waits_for(stage: int, after: tuple[int, ...], tail: Sequence[int], end: Seq
     return StageSum(stage, after) if during is None else StageSum(stage, (during,), ahead=end[during] - begin)
 
 
-def play_sums(sums: RankSums, end: Sequence[int]) -> tuple[tuple[Reduction, ...], ...]:
+def play_sums(sums: RankSums, end: Sequence[int]) -> tuple[tuple[ReplicaSum, ...], ...]:
     """Return when each sum begins and ends, given the ends of the passes by number."""
     rows = []
-    for known in sums:
+    for rank_sums in sums:
         free, row = 0, []
-        for one in known:
-            begin = _ready(one, end, free) + one.lag
-            free = begin + one.takes
-            row.append(Reduction(one.stage, begin, free))
+        for stage_sum in rank_sums:
+            begin = _ready(stage_sum, end, free) + stage_sum.lag
+            free = begin + stage_sum.takes
+            row.append(ReplicaSum(stage_sum.stage, begin, free))
         rows.append(tuple(row))
     return tuple(rows)
 
 
-def _ready(one: StageSum, end: Sequence[int], free: int) -> int:
-    for number in one.after:
-        if end[number] - one.ahead > free:
-            free = end[number] - one.ahead
+def _ready(stage_sum: StageSum, end: Sequence[int], free: int) -> int:
+    for number in stage_sum.after:
+        if end[number] - stage_sum.ahead > free:
+            free = end[number] - stage_sum.ahead
     return free

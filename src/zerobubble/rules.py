@@ -58,11 +58,11 @@ def uses(op: Op, num_stages: int, parts: tuple[int, ...] = (), slices: int = 1) 
 
     If each microbatch has several `slices`, they include what neighboring slices leave to it.
     """
-    own = [Value(value_kind, stage, op.microbatch) for value_kind, stage in used_stages(op.kind, op.stage, num_stages)]
+    values = [Value(value_kind, stage, op.microbatch) for value_kind, stage in used_stages(op.kind, op.stage, num_stages)]
     for collective in gathered(op.kind, op.stage, num_stages) if parts else ():
         givers = (num_stages - 1,) if collective is Collective.OUTPUT else parts
-        own += [Value(collective.value_kind, stage, op.microbatch) for stage in givers]
-    return own + [Value(value_kind, op.stage, maker) for value_kind, maker in carried_to(op.kind, op.microbatch, slices)]
+        values += [Value(collective.value_kind, stage, op.microbatch) for stage in givers]
+    return values + [Value(value_kind, op.stage, maker) for value_kind, maker in carried_to(op.kind, op.microbatch, slices)]
 
 
 def makes(
@@ -79,13 +79,13 @@ def makes(
     divided head, the values include the contributions to collectives. With several `slices`, they include what it leaves to neighboring
     slices.
     """
-    own = [
+    values = [
         Value(value_kind, op.stage, op.microbatch)
         for value_kind in made_value_kinds(op.kind, op.stage, num_stages, forward_only, recomputed_by)
     ]
-    given = given_to(op.kind, op.stage, num_stages) if parts else ()
-    own += [Value(collective.value_kind, op.stage, op.microbatch) for collective in given]
-    return own + [Value(value_kind, op.stage, op.microbatch) for value_kind in carried_from(op.kind, op.microbatch, slices)]
+    collectives = given_to(op.kind, op.stage, num_stages) if parts else ()
+    values += [Value(collective.value_kind, op.stage, op.microbatch) for collective in collectives]
+    return values + [Value(value_kind, op.stage, op.microbatch) for value_kind in carried_from(op.kind, op.microbatch, slices)]
 
 
 def carried_to(kind: Kind, microbatch: int, slices: int) -> list[tuple[ValueKind, int]]:
@@ -138,7 +138,7 @@ def moving(kind: Kind) -> ValueKind:
 def given_by(maker: Kind, made_by: int, user: Kind, used_by: int, num_stages: int) -> tuple[ValueKind, ...]:
     """Return the value kinds that a pass of kind `maker` and stage `made_by` gives and one of kind `user` and stage `used_by` gathers."""
     gathers = gathered(user, used_by, num_stages)
-    return tuple(given.value_kind for given in given_to(maker, made_by, num_stages) if given in gathers)
+    return tuple(collective.value_kind for collective in given_to(maker, made_by, num_stages) if collective in gathers)
 
 
 @cache

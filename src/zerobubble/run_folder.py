@@ -82,7 +82,7 @@ class StepReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form. Losses that are not finite are texts, which `float` reads: JSON has no such numbers."""
-        given = {
+        fields = {
             "step": self.step,
             "seconds": round(self.seconds, 9),
             "bubble": round(self.bubble, 6),
@@ -93,7 +93,7 @@ class StepReport:
             "waits": {rank: round(seconds, 9) for rank, seconds in self.waits.items()},
             "peak_bytes": self.peak_bytes,
         }
-        return {name: value for name, value in given.items() if value is not None and value != {}}
+        return {name: value for name, value in fields.items() if value is not None and value != {}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepReport:

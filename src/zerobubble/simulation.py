@@ -25,7 +25,7 @@ from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import KINDS, ByKind, Kind, ValueKind, kinds_making
 from zerobubble.reductions import RankSums, planned_sums, play_sums
 from zerobubble.rules import recomputed
-from zerobubble.timeline import Cause, Span, Timeline, Why
+from zerobubble.timeline import Awaited, Span, Timeline, Why
 from zerobubble.verify import checked
 
 __all__ = ["Metrics", "memory_faults", "memory_steps", "metrics", "peak_memory", "period", "simulate"]
@@ -84,7 +84,7 @@ def busy_times(graph: Graph, played: Played, planned: RankSums) -> dict[int, tup
     """Return when each rank with passes begins the first, and ends the last one and the last of its sums over replicas, in ns."""
     rows = enumerate(zip(pairwise(graph.first), play_sums(planned, played.end), strict=True))
     return {
-        rank: (played.begin[first], max([played.end[stop - 1], *(one.end for one in sums)]))
+        rank: (played.begin[first], max([played.end[stop - 1], *(stage_sum.end for stage_sum in sums)]))
         for rank, ((first, stop), sums) in rows
         if first < stop
     }
@@ -205,9 +205,9 @@ def pass_times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
 
 def whys(graph: Graph, after: list[int]) -> Iterator[Why]:
     """Yield the reason why each pass did not start earlier."""
-    ops, rank, nothing = graph.ops, graph.rank, Why(Cause.NOTHING)
+    ops, rank, nothing = graph.ops, graph.rank, Why(Awaited.NOTHING)
     for here, last in zip(rank, after, strict=True):
-        yield nothing if last < 0 else Why(Cause.ROW if rank[last] == here else Cause.MESSAGE, ops[last])
+        yield nothing if last < 0 else Why(Awaited.ROW if rank[last] == here else Awaited.MESSAGE, ops[last])
 
 
 @takes()

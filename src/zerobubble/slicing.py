@@ -19,7 +19,7 @@ MOST_SLICES = 100_000
 """The largest number of slices of a microbatch."""
 
 
-class Slice(NamedTuple):
+class SliceShares(NamedTuple):
     """Shares of a slice in its microbatch: of the tokens, and of the times of F, B and W. Bytes and messages go by tokens."""
 
     tokens: float
@@ -34,7 +34,7 @@ class Slice(NamedTuple):
         return getattr(self, column) if column in ("forward", "backward", "weight") else self.tokens
 
 
-def slices_of(lengths: Sequence[float], forward: float = 0.0, backward: float = 0.0) -> tuple[Slice, ...]:
+def slices_of(lengths: Sequence[float], forward: float = 0.0, backward: float = 0.0) -> tuple[SliceShares, ...]:
     """Return slices of the given lengths, in shares of the tokens, which must sum to 1.
 
     `forward` and `backward` are the shares of F and of B that attention between tokens takes. W has no attention.
@@ -55,16 +55,16 @@ def slices_of(lengths: Sequence[float], forward: float = 0.0, backward: float = 
         for name, share in (("forward", forward), ("backward", backward))
         if not NUMBER.accepts(share) or not 0 <= share <= 1
     )
-    edges = [0.0, *accumulate(lengths)]
-    return tuple(Slice(end - begin, _time(begin, end, forward), _time(begin, end, backward), end - begin) for begin, end in pairwise(edges))
+    edges = pairwise([0.0, *accumulate(lengths)])
+    return tuple(SliceShares(end - begin, _time(begin, end, forward), _time(begin, end, backward), end - begin) for begin, end in edges)
 
 
-def equal_slices(count: int) -> tuple[Slice, ...]:
+def equal_slices(count: int) -> tuple[SliceShares, ...]:
     """Return `count` slices of equal length without attention between tokens; none for 1."""
     return slices_of((1 / count,) * count) if count > 1 else ()
 
 
-def attention_in(slices: Sequence[Slice]) -> tuple[float, float]:
+def attention_in(slices: Sequence[SliceShares]) -> tuple[float, float]:
     """Return the shares of F and of B that attention between tokens takes in at least two slices made by `slices_of`.
 
     >>> attention_in(slices_of((0.5, 0.25, 0.25), forward=0.5, backward=0.25))
@@ -100,6 +100,6 @@ def _edge(time: float, attention: float) -> float:
     return (sqrt(linear**2 + 4 * attention * time) - linear) / (2 * attention)
 
 
-def slices_from(data: Any) -> tuple[Slice, ...]:
+def slices_from(data: Any) -> tuple[SliceShares, ...]:
     """Read the JSON form of slices: a list of four shares for each. Raises `InputError`, or what a missing part raises."""
-    return tuple(Slice(*map(float, piece)) for piece in data)
+    return tuple(SliceShares(*map(float, piece)) for piece in data)

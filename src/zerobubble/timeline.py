@@ -16,7 +16,7 @@ from zerobubble.rules import SENT_BETWEEN_STAGES, Value, makers, uses
 from zerobubble.units import counted, show_bytes, show_ms, show_percent
 
 
-class Cause(StrEnum):
+class Awaited(StrEnum):
     """The last thing that a span waited for: nothing, the pass before it on its rank, a message, or a copy to or from the host."""
 
     NOTHING = "nothing"
@@ -28,15 +28,15 @@ class Cause(StrEnum):
 class Why(NamedTuple):
     """Why a span did not start earlier: the `cause`, and the pass `op` that ended last, None for `NOTHING` and `COPY`."""
 
-    cause: Cause
+    cause: Awaited
     op: Op | None = None
 
     def __str__(self) -> str:
-        if self.cause is Cause.NOTHING:
+        if self.cause is Awaited.NOTHING:
             return "started at once"
-        if self.cause is Cause.COPY:
+        if self.cause is Awaited.COPY:
             return "waited for a copy to the host or back"
-        if self.cause is Cause.MESSAGE:
+        if self.cause is Awaited.MESSAGE:
             return f"waited for the message of {self.op}"
         return f"followed {self.op} without a gap"
 
@@ -75,7 +75,7 @@ class Mark(NamedTuple):
         return self.end - self.start
 
 
-class Reduction(NamedTuple):
+class ReplicaSum(NamedTuple):
     """A sum of the gradients of `stage` over replicas, from `start` to `end` (ns since the timeline's origin)."""
 
     stage: int
@@ -94,7 +94,7 @@ class Copying(StrEnum):
     FROM_HOST = "from host"
 
 
-class Copy(NamedTuple):
+class HostCopy(NamedTuple):
     """A copy of the values saved by F of `stage` and `microbatch`, from `start` to `end` (ns since the timeline's origin)."""
 
     copying: Copying
@@ -171,16 +171,16 @@ class Timeline(Displayed):
     memory: tuple[tuple[tuple[int, int], ...], ...] = ()
     source: str = field(default="simulated")
     marks: tuple[tuple[Mark, ...], ...] = ()
-    reductions: tuple[tuple[Reduction, ...], ...] = ()
-    copies: tuple[tuple[Copy, ...], ...] = ()
+    reductions: tuple[tuple[ReplicaSum, ...], ...] = ()
+    copies: tuple[tuple[HostCopy, ...], ...] = ()
     numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for what in ("memory", "marks", "reductions", "copies", "numbers"):
-            given = getattr(self, what)
-            if given and len(given) != len(self.rows):
+            rows = getattr(self, what)
+            if rows and len(rows) != len(self.rows):
                 message = "a timeline of {num_rows} ranks needs {what} for as many or for none, got {got}"
-                raise InputError(message, num_rows=len(self.rows), what=what, got=len(given))
+                raise InputError(message, num_rows=len(self.rows), what=what, got=len(rows))
 
     def _summary(self) -> str:
         sizes = f"{counted(self.num_ranks, 'rank')}, {counted(sum(map(len, self.rows)), 'span')}"
@@ -221,11 +221,11 @@ class Timeline(Displayed):
         """Return the number of the rank of row `rank`, as errors name it."""
         return self.numbers[rank] if self.numbers else rank
 
-    def reductions_of(self, rank: int) -> tuple[Reduction, ...]:
+    def reductions_of(self, rank: int) -> tuple[ReplicaSum, ...]:
         """Return the sums over replicas of `rank`, in order."""
         return self.reductions[rank] if self.reductions else ()
 
-    def copies_of(self, rank: int) -> tuple[Copy, ...]:
+    def copies_of(self, rank: int) -> tuple[HostCopy, ...]:
         """Return the copies of `rank` to the host and back, in order."""
         return self.copies[rank] if self.copies else ()
 
@@ -309,8 +309,8 @@ class Timeline(Displayed):
             rows = tuple(tuple(map(_span_from_list, row)) for row in data["rows"])
             memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))
             marks = tuple(tuple(map(_mark_from_list, row)) for row in data.get("marks", ()))
-            sums = tuple(tuple(Reduction(*map(whole, (stage, *times))) for stage, *times in row) for row in data.get("reductions", ()))
-            copies = tuple(tuple(Copy(Copying(way), *map(whole, numbers)) for way, *numbers in row) for row in data.get("copies", ()))
+            sums = tuple(tuple(ReplicaSum(*map(whole, (stage, *times))) for stage, *times in row) for row in data.get("reductions", ()))
+            copies = tuple(tuple(HostCopy(Copying(way), *map(whole, numbers)) for way, *numbers in row) for row in data.get("copies", ()))
             numbers = tuple(map(whole, data.get("numbers", ())))
             return cls(line(data["name"]), rows, memory, line(data.get("source", "measured")), marks, sums, copies, numbers)
 
@@ -354,7 +354,7 @@ def _span_from_list(cell: list[Any]) -> Span:
     if len(cell) not in (3, 5):
         raise ParseError("a span is [pass, start, end] or [pass, start, end, cause, cause's pass], got {got!r}", got=cell)
     op, start, end, *why = cell
-    reason = Why(Cause(why[0]), None if why[1] is None else Op.parse(why[1])) if why else None
+    reason = Why(Awaited(why[0]), None if why[1] is None else Op.parse(why[1])) if why else None
     return Span(Op.parse(op), whole(start), whole(end), reason)
 
 
@@ -379,6 +379,6 @@ def messages(timeline: Timeline) -> Iterator[Message]:
     num_stages = 1 + max((op.stage for op in where), default=0)
     for op, (destination, used) in where.items():
         for value in uses(op, num_stages):
-            made = next((where[maker] for maker in makers(value) if maker in where), None)
-            if value.value_kind in SENT_BETWEEN_STAGES and made is not None and made[0] != destination:
-                yield Message(value, *made, destination, used)
+            source = next((where[maker] for maker in makers(value) if maker in where), None)
+            if value.value_kind in SENT_BETWEEN_STAGES and source is not None and source[0] != destination:
+                yield Message(value, *source, destination, used)

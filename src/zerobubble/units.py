@@ -38,13 +38,13 @@ def read_bytes(text: str) -> int | None:
         return None
 
 
-def as_bytes(given: int | str) -> int:
+def as_bytes(amount: int | str) -> int:
     """Return the bytes of an amount of memory: a number of bytes, or text as in `read_bytes`; 0 for other text.
 
     >>> as_bytes("40GB"), as_bytes(1024)
     (40000000000, 1024)
     """
-    return given if isinstance(given, int) else read_bytes(given) or 0
+    return amount if isinstance(amount, int) else read_bytes(amount) or 0
 
 
 def read_time(text: str, unit: str) -> float | None:
@@ -62,9 +62,9 @@ def read_time(text: str, unit: str) -> float | None:
 
 def _amount(text: str, units: Mapping[str, int]) -> float | None:
     """Return a number times its unit, in upper or lower case; None if `text` is anything else, such as a bare number."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
     try:
-        return float(found[1]) * units[found[2].lower()] if found else None
+        return float(match[1]) * units[match[2].lower()] if match else None
     except (KeyError, ValueError):
         return None
 
@@ -96,10 +96,10 @@ def show_bytes(count: int) -> str:
 
 def show_range(values: Iterable[Number], show: Callable[[Number], str]) -> str:
     """Format the minimum and maximum of `values` with `show`, once if they look the same: `9.8 ms to 10.2 ms`."""
-    known = list(values)
-    if not known:
+    numbers = list(values)
+    if not numbers:
         return "none"
-    least, largest = show(min(known)), show(max(known))
+    least, largest = show(min(numbers)), show(max(numbers))
     return least if least == largest else f"{least} to {largest}"
 
 

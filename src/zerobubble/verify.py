@@ -218,17 +218,17 @@ def _conflict(who: str, rank: int, stage: int, microbatch: int, kinds: frozenset
 
 def _head_faults(schedule: Schedule) -> Iterator[Fault]:
     """Report microbatches without all parts of a divided head, and those whose head is divided by another algorithm than most."""
-    found: dict[tuple[int, int], set[Kind]] = defaultdict(set)
+    kinds_of: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     for _, _, (kind, stage, microbatch) in schedule.ops():
         if kind in head_kinds():
-            found[stage, microbatch].add(kind)
-    parts = sorted({stage for stage, _ in found})
-    counts = Counter(frozenset(kinds) for kinds in found.values())
+            kinds_of[stage, microbatch].add(kind)
+    parts = sorted({stage for stage, _ in kinds_of})
+    counts = Counter(frozenset(kinds) for kinds in kinds_of.values())
     usual = min(counts, key=lambda kinds: (-counts[kinds], sorted(kinds)))
     wanted = f"{' and '.join(sorted(usual))} of stages {', '.join(map(str, parts))}"
     for microbatch in range(schedule.num_microbatches):
         for stage in parts:
-            here = found.get((stage, microbatch), set())
+            here = kinds_of.get((stage, microbatch), set())
             if here != usual:
                 rank = schedule.rank_of(stage, microbatch)
                 has = " and ".join(str(Op(kind, stage, microbatch)) for kind in sorted(here)) or "no pass of the head"

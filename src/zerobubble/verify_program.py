@@ -133,8 +133,8 @@ class _Numbered:
     def _used_by(self, op: Op) -> list[int]:
         kind, stage, microbatch = op
         if (kind, stage) not in self._used:
-            known = uses(Op(kind, stage, 0), self.program.num_stages, self.program.head_parts)
-            self._used[kind, stage] = [self._column(value.value_kind, value.stage) for value in known]
+            values = uses(Op(kind, stage, 0), self.program.num_stages, self.program.head_parts)
+            self._used[kind, stage] = [self._column(value.value_kind, value.stage) for value in values]
         carried = carried_to(kind, microbatch, self.program.slices)
         near = [self._column(value_kind, stage) + maker for value_kind, maker in carried]
         return [*(column + microbatch for column in self._used[kind, stage]), *near]
@@ -144,8 +144,8 @@ class _Numbered:
         recomputed_by = self.program.recomputed.get((stage, microbatch))
         if (kind, stage, recomputed_by) not in self._made:
             program = self.program
-            known = makes(Op(kind, stage, 0), program.num_stages, program.is_forward_only, recomputed_by, program.head_parts)
-            self._made[kind, stage, recomputed_by] = [self._column(value.value_kind, value.stage) for value in known]
+            values = makes(Op(kind, stage, 0), program.num_stages, program.is_forward_only, recomputed_by, program.head_parts)
+            self._made[kind, stage, recomputed_by] = [self._column(value.value_kind, value.stage) for value in values]
         carried = carried_from(kind, microbatch, self.program.slices)
         near = [self._column(value_kind, stage) + microbatch for value_kind in carried]
         return [*(column + microbatch for column in self._made[kind, stage, recomputed_by]), *near]
@@ -153,9 +153,9 @@ class _Numbered:
 
 def _message_faults(numbered: _Numbered) -> list[Fault]:
     ends: dict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-    for rank, (_, needed, made, peer) in numbered.messages():
-        if made:
-            ends[peer, rank][1].append(made[0])
+    for rank, (_, needed, made_numbers, peer) in numbered.messages():
+        if made_numbers:
+            ends[peer, rank][1].append(made_numbers[0])
         else:
             ends[rank, peer][0].append(needed[0])
     faults = []
@@ -194,18 +194,17 @@ def _buffer_faults(numbered: _Numbered, rank: int) -> list[Fault]:
     here: set[int] = set()
     freed: set[int] = set()
     faults: list[Fault] = []
-    last_use = {number: position for position, each in enumerate(row) if isinstance(each.action, Compute) for number in each.needed}
-    sent = {each.needed[0] for each in row if isinstance(each.action, Send)}
-    for position, (action, needed, made, _) in enumerate(row):
-        if not here.issuperset(needed):
-            absent = [number for number in needed if number not in here]
-            faults += [_absent(rank, position, action, numbered.value(number), number in freed) for number in absent]
+    computed = [(position, numbers.needed) for position, numbers in enumerate(row) if isinstance(numbers.action, Compute)]
+    last_use = {number: position for position, needed in computed for number in needed}
+    sent = {numbers.needed[0] for numbers in row if isinstance(numbers.action, Send)}
+    for position, (action, needed, made_numbers, _) in enumerate(row):
+        faults += [_absent(rank, position, action, numbered.value(number), number in freed) for number in needed if number not in here]
         if isinstance(action, Compute):
             # A pass consumes a value at its last use. A sent value stays until its Free, since the transport may still read it.
             ended: Iterable[int] = [number for number in needed if last_use[number] == position and number not in sent]
         else:
             ended = needed if isinstance(action, Free) else ()
-        here.update(made)
+        here.update(made_numbers)
         here.difference_update(ended)
         freed.update(ended)
     return faults + [_leak(rank, value) for value in sorted(map(numbered.value, here))]
@@ -255,7 +254,7 @@ class _Player:
         self.heads = [0] * self._num_ranks
         self._rendezvous = model is MessageModel.RENDEZVOUS
         self._posted: set[int] = set()
-        self._to_come = {each.made[0] * self._num_ranks + rank for rank, each in numbered.messages() if each.made}
+        self._to_come = {numbers.made[0] * self._num_ranks + rank for rank, numbers in numbered.messages() if numbers.made}
         """Messages that have not been sent."""
 
     def play(self) -> None:

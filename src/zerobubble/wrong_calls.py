@@ -52,21 +52,18 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
 
     Its fields are `call`, `argument` (the wrong names), `got` (their values), `expected` (the right names) and `remedy`.
     """
-    parameters = {each.name: each for each in signature.parameters.values() if each.name not in ("self", "cls", "_cls")}
+    parameters = {name: about for name, about in signature.parameters.items() if name not in ("self", "cls", "_cls")}
     args = args[len(signature.parameters) - len(parameters) :]
     filled = [*_positional(parameters)][: len(args)]
-    missing = [each for each in _required(parameters) if each not in filled and each not in kwargs]
-    unknown = [each for each in kwargs if each not in parameters]
-    meant = _meant(unknown, parameters, filled, missing)
-    missing = [each for each in missing if each not in meant.values()]
-    given = [*filled, *(each for each in kwargs if each in parameters)]
-    twice = {each: known for each in meant if not meant[each] and (known := nearest_name(each, given))}
-    hints = {each: f" (did you mean {known!r}?)" for each, known in meant.items() if known}
-    hints |= {each: f" ({known!r} is already given)" for each, known in twice.items()}
-    faults = [f"unknown argument {each!r}{hints.get(each, '')}" for each in meant]
+    set_names = [*filled, *(argument for argument in kwargs if argument in parameters)]
+    missing = [argument for argument in _required(parameters) if argument not in set_names]
+    meant = _meant(kwargs, parameters, filled, missing)
+    missing = [argument for argument in missing if argument not in meant.values()]
+    twice = {argument: nearest_name(argument, set_names) for argument, right in meant.items() if not right}
+    faults = [f"unknown argument {argument!r}{_hint(right, twice.get(argument))}" for argument, right in meant.items()]
     if missing:
         faults.append(f"missing required argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}")
-    got = [kwargs[each] for each in meant]
+    got = [kwargs[argument] for argument in meant]
     return InputError(
         "{call}: {faults}; {remedy}",
         call=name,
@@ -78,40 +75,46 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
     )
 
 
+def _hint(right: str, twice: str | None) -> str:
+    """Returns the parameter that an unknown argument was meant for: the `right` one, or one that has its value already."""
+    return f" (did you mean {right!r}?)" if right else f" ({twice!r} is already given)" if twice else ""
+
+
 def _instead(name: str, unknown: Iterable[str], kwargs: Mapping[str, Any]) -> str:
-    """Returns what to do instead of giving the `unknown` arguments; "" if that is not known."""
-    found = {each: nearest_name(each, [argument for call, argument in _INSTEAD if call == name]) for each in unknown}
-    return "; ".join(_INSTEAD[name, known].format(got=shown(kwargs[each])) for each, known in found.items() if known)
+    """Returns what to do instead of giving the `unknown` arguments; "" if there is no remedy."""
+    near = {argument: nearest_name(argument, [other for call, other in _INSTEAD if call == name]) for argument in unknown}
+    return "; ".join(_INSTEAD[name, other].format(got=shown(kwargs[argument])) for argument, other in near.items() if other)
 
 
-def _meant(unknown: Sequence[str], parameters: Parameters, filled: Sequence[str], missing: Sequence[str]) -> dict[str, str]:
-    """Returns the parameter that each `unknown` argument was probably meant for, "" if none is near.
+def _meant(kwargs: Iterable[str], parameters: Parameters, filled: Sequence[str], missing: Sequence[str]) -> dict[str, str]:
+    """Returns the parameter that each unknown argument among `kwargs` was probably meant for, "" if none is near.
 
-    If the function takes further named arguments, such as options of a schedule, only one that is meant for a `missing` one is unknown.
+    If the function takes further named arguments, such as options of a schedule, an argument is unknown only if it resembles one of
+    `missing`.
     """
-    takes_others = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    free = missing if takes_others else [each for each, about in parameters.items() if each not in filled and _has_name(about)]
-    found = {each: nearest_name(each, free) for each in unknown}
-    return {given: known for given, known in found.items() if known or not takes_others}
+    takes_others = any(about.kind is about.VAR_KEYWORD for about in parameters.values())
+    free = missing if takes_others else [name for name, about in parameters.items() if name not in filled and _has_name(about)]
+    near = {argument: nearest_name(argument, free) for argument in kwargs if argument not in parameters}
+    return {argument: name for argument, name in near.items() if name or not takes_others}
 
 
-def nearest_name(word: str, known: Sequence[str]) -> str:
-    """Returns the known name that `word` was probably meant for; "" if none is near.
+def nearest_name(word: str, names: Sequence[str]) -> str:
+    """Returns the name that `word` was probably meant for; "" if none is near.
 
-    It is its singular or plural, a synonym, or a name with a similar spelling.
+    It is the singular or plural of `word`, a synonym, or a name with a similar spelling.
     """
     forms = {word, f"{word}s", word.removesuffix("s")}
-    same = [each for each in known if each in forms] or [each for group in SYNONYMS if word in group for each in known if each in group]
-    return same[0] if same else nearest(word, known)
+    same = [name for name in names if name in forms] or [name for group in SYNONYMS if word in group for name in names if name in group]
+    return same[0] if same else nearest(word, names)
 
 
 def _positional(parameters: Parameters) -> Iterable[str]:
-    return (name for name, each in parameters.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    return (name for name, about in parameters.items() if about.kind in (about.POSITIONAL_ONLY, about.POSITIONAL_OR_KEYWORD))
 
 
 def _required(parameters: Parameters) -> Iterable[str]:
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return (name for name, each in parameters.items() if each.default is each.empty and each.kind not in optional)
+    return (name for name, about in parameters.items() if about.default is about.empty and about.kind not in optional)
 
 
 def _has_name(parameter: inspect.Parameter) -> bool:
@@ -124,9 +127,9 @@ def _usage(name: str, parameters: Parameters, meant: Mapping[str, str]) -> str:
     Of many parameters, only those are shown that are required or were meant, unless it is not known what was meant.
     """
     if len(parameters) <= MOST_SHOWN or not all(meant.values()):
-        return f"{name}{inspect.Signature([_bare(each) for each in parameters.values()])}"
+        return f"{name}{inspect.Signature([*map(_bare, parameters.values())])}"
     shown = {*_required(parameters), *meant.values()}
-    signature = inspect.Signature([_bare(each) for known, each in parameters.items() if known in shown])
+    signature = inspect.Signature([_bare(about) for argument, about in parameters.items() if argument in shown])
     return f"{name}{signature}"[:-1] + ", ...)"
 
 

@@ -11,7 +11,7 @@ from tests.pure.shapes import EVERY, SHAPES
 from tests.thinned import every_and_all
 from zerobubble import Costs, Schedule, make, simulate
 from zerobubble.costs import UNIT_BYTES
-from zerobubble.formulas import FORMULAS, Setting, setting
+from zerobubble.formulas import FORMULAS, FormulaInput, setting
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import peak_memory
 
@@ -68,13 +68,13 @@ ZERO_BUBBLE_TABLE_2 = {"1f1b": (2, 2, 2), "zb-h1": (2, 2, -2), "zb-h2": (2, 2, -
 @pytest.mark.parametrize("name", ZERO_BUBBLE_TABLE_2)
 def test_table_2_of_zero_bubble(name: str) -> None:
     for f, b, w in ((1, 1, 1), (5, 4, 3), (100, 10, 1)):
-        at = Setting(3, 6, 1, f, b, w, 0)
+        at = FormulaInput(3, 6, 1, f, b, w, 0)
         times = zip(ZERO_BUBBLE_TABLE_2[name], (f, b, w), strict=True)
         assert FORMULAS[name].bubble(at).value(at) == sum(n * time for n, time in times)
 
 
 def test_outside_its_conditions_a_form_is_shown_but_does_not_hold() -> None:
-    at = Setting(4, 9, 1, 1, 1, 1, 1)
+    at = FormulaInput(4, 9, 1, 1, 1, 1, 1)
     form = FORMULAS["1f1b"].bubble(at)
     assert (form.text, form.when, form.holds(at)) == ("(p-1)(F+B+W)", "c = 0", False)
     assert FORMULAS["1f1b"].bubble(at._replace(m=8)).when == "1 < p divides m"
@@ -82,4 +82,4 @@ def test_outside_its_conditions_a_form_is_shown_but_does_not_hold() -> None:
 
 def test_a_second_copy_of_the_model_is_not_another_stage() -> None:
     schedule = make("dualpipe", 4, 8)
-    assert setting(schedule, Costs.uniform(4, (3, 2, 1), 0.5)) == Setting(4, 8, 1, 3_000_000, 2_000_000, 1_000_000, 500_000)
+    assert setting(schedule, Costs.uniform(4, (3, 2, 1), 0.5)) == FormulaInput(4, 8, 1, 3_000_000, 2_000_000, 1_000_000, 500_000)

@@ -31,9 +31,9 @@ from zerobubble.communicators import (
     USUAL_QUEUES,
     Communicator,
     Devices,
-    Exchange,
     Instruction,
     Launch,
+    NcclOperation,
     Purpose,
     Synchronize,
     Wait,
@@ -179,13 +179,13 @@ def with_sums(program: Program, rows: Rows, replicas: int, of: Sequence[Sequence
                     continue
                 earliest = max(earliest, *mine)
                 for other in (other for other in holders if other != rank):
-                    sent.append(Exchange((rank, other), f"gradients of {group}"))
+                    sent.append(NcclOperation((rank, other), f"gradients of {group}"))
                     after[earliest].append(Launch(Communicator((rank, other), Purpose.SHARED), (sent[-1],)))
-                    received = Exchange((other, rank), f"gradients of {group}")
+                    received = NcclOperation((other, rank), f"gradients of {group}")
                     end += [Launch(Communicator((other, rank), Purpose.SHARED), (received,)), Wait((received,))]
             end.append(Wait(tuple(sent)))
             members = tuple(range(rank, ranks * replicas, ranks))
-            sums = [Exchange(members, f"gradients of {stage}") for stage in sorted(last, key=lambda stage: last[stage])]
+            sums = [NcclOperation(members, f"gradients of {stage}") for stage in sorted(last, key=lambda stage: last[stage])]
             for exchange, at in zip(sums, sorted(last.values()), strict=True):
                 after[at].append(Launch(Communicator(members, Purpose.SUMS), (exchange,)))
             whole = [each for at, own in enumerate(row) for each in (own, *after[at])] + end + [Wait(tuple(sums))]
@@ -196,7 +196,7 @@ def with_sums(program: Program, rows: Rows, replicas: int, of: Sequence[Sequence
 def _moved(instruction: Instruction, by: int, ranks: int) -> Instruction:
     """The instruction of a rank in another pipeline; sums have the ranks of all."""
 
-    def moved(exchange: Exchange) -> Exchange:
+    def moved(exchange: NcclOperation) -> NcclOperation:
         apart = len(exchange.ranks) == 2 and max(exchange.ranks) < ranks
         return replace_ranks(exchange, tuple(rank + by for rank in exchange.ranks)) if apart else exchange
 
@@ -209,7 +209,7 @@ def _moved(instruction: Instruction, by: int, ranks: int) -> Instruction:
     return Launch(communicator, tuple(map(moved, exchanges)))
 
 
-def replace_ranks(exchange: Exchange, ranks: tuple[int, ...]) -> Exchange:
+def replace_ranks(exchange: NcclOperation, ranks: tuple[int, ...]) -> NcclOperation:
     return exchange._replace(ranks=ranks)
 
 
@@ -257,7 +257,7 @@ def on_one_communicator(program: Program, grouped: bool) -> list[list[Instructio
 def test_one_communicator_for_both_directions_needs_groups() -> None:
     """Two ranks that send to each other first deadlock on one communicator, unless each sends and receives in a group."""
     both = Communicator((0, 1))
-    there, back = Exchange((0, 1), "there"), Exchange((1, 0), "back")
+    there, back = NcclOperation((0, 1), "there"), NcclOperation((1, 0), "back")
     apart = [[Launch(both, (there,)), Launch(both, (back,))], [Launch(both, (back,)), Launch(both, (there,))]]
     stuck = Devices(apart).run().stuck
     assert [each.rank for each in stuck] == [0, 1]
@@ -379,7 +379,7 @@ def random_rows(chance: random.Random) -> list[list[Instruction]]:
         communicator = chance.choice(kinds)
         members = communicator.members
         among = members if len(members) > 2 or chance.random() < 0.6 else members[::-1]
-        exchange = Exchange(among, f"x{number}")
+        exchange = NcclOperation(among, f"x{number}")
         for rank in members:
             row = rows[rank]
             place = len(row) if chance.random() < 0.7 else chance.randint(0, len(row))
@@ -409,7 +409,7 @@ def test_the_model_and_a_simple_simulator_agree() -> None:
 def crossing_rows(chance: random.Random) -> list[list[Instruction]]:
     """Messages of two ranks on three communicators, each in one order, though the ranks launch those of different ones in other orders."""
     kinds = [Communicator((0, 1)), Communicator((1, 0)), Communicator((0, 1), Purpose.SHARED)]
-    exchanges = [[Exchange(each.members, f"{each.purpose} {number}") for number in range(chance.randint(1, 3))] for each in kinds]
+    exchanges = [[NcclOperation(each.members, f"{each.purpose} {number}") for number in range(chance.randint(1, 3))] for each in kinds]
     places = [place for place, own in enumerate(exchanges) for _ in own]
     rows: list[list[Instruction]] = [[], []]
     for row in rows:

@@ -19,7 +19,7 @@ from tests.refusals import raises
 from zerobubble import Costs, InputError, Kind, Schedule, Timeline, make, simulate
 from zerobubble.costs import NS_PER_MS
 from zerobubble.explain import Metric, attribute, critical_path
-from zerobubble.timeline import Cause
+from zerobubble.timeline import Awaited
 
 METRICS: tuple[Metric, ...] = ("makespan", "span")
 
@@ -137,7 +137,7 @@ def test_the_critical_path_is_an_unbroken_chain(problem: tuple[Schedule, Costs])
     for before, after in pairwise(path):
         assert after.why is not None
         assert after.why.op == before.op
-        if after.why.cause is Cause.ROW:
+        if after.why.cause is Awaited.ROW:
             assert after.start == before.end
         else:
             # Passes that run as one step wait for the inputs of both.

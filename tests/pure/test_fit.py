@@ -12,7 +12,7 @@ from tests.refusals import Stated, raises
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Kind, Op
-from zerobubble.timeline import Reduction, Span, Timeline
+from zerobubble.timeline import ReplicaSum, Span, Timeline
 
 
 def spans(*passes: tuple[str, int]) -> tuple[Span, ...]:
@@ -107,12 +107,12 @@ ENDS_AT_60 = spans(("0F0", 10), ("0B0", 20), ("0W0", 30))
     ("sums", "reduce", "buckets"),
     [
         ([()], 0, 0),
-        ([(Reduction(0, 60, 64), Reduction(0, 64, 71))], 11, 0),  # after the last pass, and so no buckets
-        ([(Reduction(0, 59, 64), Reduction(0, 64, 71))], 12, 2),
-        ([(Reduction(0, 59, 64),), (Reduction(0, 59, 64), Reduction(0, 64, 71)), ()], 5, 1),  # the lower median
-        ([(Reduction(0, 59, 64), Reduction(0, 64, 71)), (Reduction(0, 60, 90),)], 12, 2),  # of the ranks with buckets
+        ([(ReplicaSum(0, 60, 64), ReplicaSum(0, 64, 71))], 11, 0),  # after the last pass, and so no buckets
+        ([(ReplicaSum(0, 59, 64), ReplicaSum(0, 64, 71))], 12, 2),
+        ([(ReplicaSum(0, 59, 64),), (ReplicaSum(0, 59, 64), ReplicaSum(0, 64, 71)), ()], 5, 1),  # the lower median
+        ([(ReplicaSum(0, 59, 64), ReplicaSum(0, 64, 71)), (ReplicaSum(0, 60, 90),)], 12, 2),  # of the ranks with buckets
     ],
 )
-def test_sums_are_medians_over_ranks_that_share_a_stage(sums: list[tuple[Reduction, ...]], reduce: int, buckets: int) -> None:
+def test_sums_are_medians_over_ranks_that_share_a_stage(sums: list[tuple[ReplicaSum, ...]], reduce: int, buckets: int) -> None:
     costs = fit_costs(Timeline("t", (ENDS_AT_60,) * len(sums), (), "measured", reductions=tuple(sums)))
     assert (costs.reduce, costs.buckets) == ((reduce,), (buckets,))

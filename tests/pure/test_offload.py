@@ -29,7 +29,7 @@ from zerobubble.offload import HostLink, Offload, RankOffloads, offload_faults, 
 from zerobubble.offload.copies import OffloadPlayer, copy_works
 from zerobubble.offload.offloads import offloads_from_list, offloads_to_list
 from zerobubble.simulation import pass_times
-from zerobubble.timeline import Cause, Copying
+from zerobubble.timeline import Awaited, Copying
 from zerobubble.verify import checked
 
 MB = 10**6
@@ -187,7 +187,7 @@ def test_memory_on_the_device_is_what_has_not_gone(name: str, seed: int) -> None
                 before += costs.memory_change(op.kind, op.stage)
                 most = max(most, before - away)
         assert max(held) == most
-        waiting = {span.op for span in row if span.why is not None and span.why.cause is Cause.COPY}
+        waiting = {span.op for span in row if span.why is not None and span.why.cause is Awaited.COPY}
         needed = {number for one in plan.offloads for number in (one.freed, one.needed)}
         assert waiting <= {op for number in needed for op in steps[number]}
 
@@ -198,7 +198,7 @@ def test_of_two_overlapped_passes_the_first_waits_for_the_copy() -> None:
     link = HostLink(to_host=1e9, from_host=1e9)
     limits = zb.Limits((zb.simulate(schedule, costs).peak_bytes // 2,) * 2)
     timeline = play_offloads(schedule, costs, plan_offloads(schedule, costs, limits, link), link)
-    waiting = {str(span.op) for _, span in timeline.spans() if span.why is not None and span.why.cause is Cause.COPY}
+    waiting = {str(span.op) for _, span in timeline.spans() if span.why is not None and span.why.cause is Awaited.COPY}
     overlapped = {str(first): str(second) for first, second in schedule.overlaps}
     assert waiting & overlapped.keys() == {"1F3", "2F3"}
     assert waiting.isdisjoint(overlapped.values())

@@ -26,7 +26,7 @@ from zerobubble.graph import play
 from zerobubble.planning import Status
 from zerobubble.reductions import measured_sums, planned_sums, play_sums, stage_sums
 from zerobubble.simulation import metrics, pass_times, peak_memory
-from zerobubble.timeline import Reduction
+from zerobubble.timeline import ReplicaSum
 from zerobubble.verify import checked
 
 METRICS: tuple[Metric, ...] = ("makespan", "span")
@@ -62,7 +62,7 @@ def slow_buckets(schedule: Schedule, costs: Costs, ends: dict[Op, int], rank: in
     return [(moments[at - 1], after - before) for at, (before, after) in zip(done, pairwise(shares), strict=True)]
 
 
-def slow_lane(schedule: Schedule, costs: Costs, ends: dict[Op, int], rank: int) -> list[Reduction]:
+def slow_lane(schedule: Schedule, costs: Costs, ends: dict[Op, int], rank: int) -> list[ReplicaSum]:
     """The sums of a rank, by asking again and again which stage of those left ended first in its row."""
     row = [op for op in schedule.rows[rank] if op.kind is not Kind.F]
     holders = {stage: {r for route in schedule.placement.routes for r in [route[stage]]} for stage in range(schedule.num_stages)}
@@ -77,7 +77,7 @@ def slow_lane(schedule: Schedule, costs: Costs, ends: dict[Op, int], rank: int) 
         if costs.reduce[stage]:
             begin = max(free, there)
             free = begin + takes
-            lane.append(Reduction(stage, begin, free))
+            lane.append(ReplicaSum(stage, begin, free))
     return lane
 
 
@@ -122,9 +122,9 @@ def test_the_causes_of_idle_time_add_up_with_sums(problem: tuple[Schedule, Costs
     assert all(causes.reduction >= 0 for causes in idle.ranks)
 
 
-def later(row: Sequence[Reduction]) -> tuple[Reduction, ...]:
+def later(row: Sequence[ReplicaSum]) -> tuple[ReplicaSum, ...]:
     """The sums of a rank, each later and longer than the one before."""
-    return tuple(Reduction(stage, begin + 2 * at, end + 3 * at) for at, (stage, begin, end) in enumerate(row))
+    return tuple(ReplicaSum(stage, begin + 2 * at, end + 3 * at) for at, (stage, begin, end) in enumerate(row))
 
 
 @given(summed_problems(), st.data())
@@ -147,7 +147,7 @@ def test_the_critical_path_leads_to_the_sum_that_ends_last(problem: tuple[Schedu
     if last is None or path[-1].end == timeline.end:
         assert path[-1].end == timeline.end
     else:
-        lanes: Sequence[Sequence[Reduction]] = [row for row in timeline.reductions if row and row[-1].end == timeline.end]
+        lanes: Sequence[Sequence[ReplicaSum]] = [row for row in timeline.reductions if row and row[-1].end == timeline.end]
         assert any(path[-1].start <= one.start <= path[-1].end for row in lanes for one in row)
     assert all(after.why is not None and after.why.op == before.op for before, after in pairwise(path))
 
@@ -212,7 +212,7 @@ def test_measured_sums_are_played_as_they_were_measured(problem: tuple[Schedule,
     graph, order = checked(schedule)
     _, end, _ = play(graph, order, *pass_times(graph, costs))
     played = play_sums(planned_sums(graph, costs), end)
-    measured = [[Reduction(one.stage, one.start + origin, one.end + origin) for one in row] for row in played]
+    measured = [[ReplicaSum(one.stage, one.start + origin, one.end + origin) for one in row] for row in played]
     assert play_sums(measured_sums(graph, measured, end, origin), end) == played
 
 

@@ -15,7 +15,7 @@ from tests.pure.problems import delay, needs, problems, slow_ends, step_time
 from tests.refusals import raises, states
 from zerobubble import Costs, InputError, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
 from zerobubble.simulation import metrics, peak_memory
-from zerobubble.timeline import Cause, Span, Why
+from zerobubble.timeline import Awaited, Span, Why
 
 Problem = tuple[Schedule, Costs]
 
@@ -62,9 +62,9 @@ def check_reason(schedule: Schedule, costs: Costs, spans: dict[Op, Span], before
     assert all(spans[op].why == span.why for op in step)
     assert span.why is not None
     cause, op = span.why
-    if cause is Cause.NOTHING:
+    if cause is Awaited.NOTHING:
         assert (before, op, span.start) == (None, None, 0)
-    elif cause is Cause.ROW:
+    elif cause is Awaited.ROW:
         assert before is not None
         assert (op, span.start) == (before.op, before.end)
     else:
@@ -147,7 +147,7 @@ def test_an_empty_timeline_has_no_bubble() -> None:
 
 
 def test_the_reason_of_a_span_names_its_pass() -> None:
-    states(str(Why(Cause.MESSAGE, Op.parse("1F0"))), "1F0", "message")
+    states(str(Why(Awaited.MESSAGE, Op.parse("1F0"))), "1F0", "message")
 
 
 def test_a_rank_over_its_limit_reports_how_much_is_missing() -> None:

@@ -14,7 +14,7 @@ from zerobubble.cli.inputs.schedule_and_costs import Costed, Given, equal_costs,
 from zerobubble.cli.outputs.terminal import Console, stdout_console, with_bar
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
-from zerobubble.formulas import FORMULAS, Form, setting
+from zerobubble.formulas import FORMULAS, Formula, setting
 from zerobubble.ir import Schedule
 from zerobubble.schedules import known_schedules
 from zerobubble.simulation import peak_memory, simulate
@@ -34,7 +34,7 @@ NOTE = (
 class Comparison:
     """A figure from a closed form and from the simulation. `holds` if the conditions of the form hold; `form` is None without one."""
 
-    form: Form | None
+    form: Formula | None
     closed: float | None
     simulated: float
     holds: bool

@@ -16,7 +16,7 @@ from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import ValueKind, kinds_making
 from zerobubble.simulation import metrics_of, pass_times
-from zerobubble.timeline import Reduction, Span, Timeline
+from zerobubble.timeline import ReplicaSum, Span, Timeline
 from zerobubble.units import counted, show_ms
 from zerobubble.verify import checked
 
@@ -175,7 +175,7 @@ def _last_pass(timeline: Timeline) -> Op | None:
     return next((span.op for row in rows for span in row if span.end == end or span.start < end < span.end), None)
 
 
-def _begin_without_gaps(row: Sequence[Reduction]) -> int:
+def _begin_without_gaps(row: Sequence[ReplicaSum]) -> int:
     """When the sums begin that stand one after another, without a gap, at the end of `row`."""
     begin = row[-1].start
     for before in reversed(row[:-1]):

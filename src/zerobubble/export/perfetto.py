@@ -15,13 +15,13 @@ from zerobubble.arguments import each, takes
 from zerobubble.explain import Gap, WaitsFor
 from zerobubble.ir import Op
 from zerobubble.kinds import traits_of
-from zerobubble.timeline import Copy, Mark, Message, Reduction, Span, Timeline, lanes, messages
+from zerobubble.timeline import HostCopy, Mark, Message, ReplicaSum, Span, Timeline, lanes, messages
 
 NS_PER_US = 1000
 Event = dict[str, Any]
 Threads = dict[Op, int]
 Label = tuple[str, str, dict[str, Any]]
-Boxed = TypeVar("Boxed", Mark, Reduction, Copy)
+Boxed = TypeVar("Boxed", Mark, ReplicaSum, HostCopy)
 
 
 @takes(timelines=each(Timeline))
@@ -82,7 +82,7 @@ def _named_thread(process: int, thread: int, name: str) -> Iterator[Event]:
     yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
 
 
-def _box(timeline: Timeline, process: int, thread: int, one: Span | Gap | Mark | Reduction | Copy, label: Label) -> Event:
+def _box(timeline: Timeline, process: int, thread: int, one: Span | Gap | Mark | ReplicaSum | HostCopy, label: Label) -> Event:
     """Return the slice of what takes time, with the name, the category and the other fields of its label."""
     name, category, others = label
     times = {"ts": _us(timeline, one.start), "dur": (one.end - one.start) / NS_PER_US}
@@ -119,11 +119,11 @@ def _of_mark(mark: Mark) -> Label:
     return f"{mark.doing} {mark.value}".strip(), mark.doing.value, {}
 
 
-def _of_sum(one: Reduction) -> Label:
+def _of_sum(one: ReplicaSum) -> Label:
     return f"sum of stage {one.stage}", "reduction", {"args": {"stage": one.stage}}
 
 
-def _of_copy(copy: Copy) -> Label:
+def _of_copy(copy: HostCopy) -> Label:
     return f"{copy.stage}F{copy.microbatch} {copy.copying}", "copy", {"args": {"stage": copy.stage, "microbatch": copy.microbatch}}
 
 

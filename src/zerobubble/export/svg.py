@@ -28,7 +28,7 @@ from zerobubble.export.palette import (
     stage_order,
 )
 from zerobubble.kinds import traits_of
-from zerobubble.timeline import Cause, Copy, Copying, Reduction, Span, Timeline, Why, lanes
+from zerobubble.timeline import Awaited, Copying, HostCopy, ReplicaSum, Span, Timeline, Why, lanes
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 
 LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS, BAR = 62, 18, 22, 4, 30, 16, 44, 6
@@ -337,7 +337,7 @@ def fitting(width: float, digits: int, sizes: Sequence[Size] = SIZES) -> Size | 
     return next((size for size in sizes if width >= size.digit * digits + size.margin), None)
 
 
-def _bar(scale: _Scale, timeline: Timeline, one: Reduction | Copy, name: str, what: str, y: int) -> str:
+def _bar(scale: _Scale, timeline: Timeline, one: ReplicaSum | HostCopy, name: str, what: str, y: int) -> str:
     x, end = scale.x(one.start - timeline.start), scale.x(one.end - timeline.start)
     when = f"{show_ms(one.start - timeline.start)} to {show_ms(one.end - timeline.start)}"
     bar = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - APART):.2f}" height="{BAR}" rx="1.5"/>'
@@ -363,7 +363,7 @@ def describe(timeline: Timeline, span: Span) -> str:
 
 def _cause(why: Why) -> str:
     """Return a cause in fewer words than `str` does, since a picture has one for each pass."""
-    words = {Cause.ROW: f"after {why.op}", Cause.MESSAGE: f"after the message of {why.op}"}
+    words = {Awaited.ROW: f"after {why.op}", Awaited.MESSAGE: f"after the message of {why.op}"}
     return words.get(why.cause, str(why))
 
 

@@ -11,7 +11,7 @@ from zerobubble.errors import ProgramError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph
 from zerobubble.ir import Schedule
-from zerobubble.lowering.messages import Message, hoist_receives, messages_of, post_points, release_points
+from zerobubble.lowering.messages import SentValue, hoist_receives, messages_of, post_points, release_points
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
 from zerobubble.rules import Value
 from zerobubble.verify import checked
@@ -56,7 +56,7 @@ def lowered(schedule: Schedule, prefetch: int) -> tuple[Graph, Program]:
     return graph, _write(schedule, graph, messages, posts, release_points(graph, messages, schedule.num_stages))
 
 
-def _write(schedule: Schedule, graph: Graph, messages: Sequence[Message], posts: Sequence[int], releases: Mapping[Value, int]) -> Program:
+def _write(schedule: Schedule, graph: Graph, messages: Sequence[SentValue], posts: Sequence[int], releases: Mapping[Value, int]) -> Program:
     """Return the program of `schedule`: before each step its receives, after it its sends, then the frees.
 
     `posts` has, for each message, the pass before which its receive is posted. `releases` has, for each sent value, the pass after which

@@ -22,7 +22,7 @@ from zerobubble.graph import Graph, joint_needs, walk
 from zerobubble.rules import Value, given_by, moving
 
 
-class Message(NamedTuple):
+class SentValue(NamedTuple):
     """A `value` sent from the rank of pass `maker` to that of pass `user`, the first there to use it; `last` is the last to use it."""
 
     maker: int
@@ -31,7 +31,7 @@ class Message(NamedTuple):
     value: Value
 
 
-def messages_of(graph: Graph, num_stages: int) -> list[Message]:
+def messages_of(graph: Graph, num_stages: int) -> list[SentValue]:
     """Return the messages between ranks, in the order in which they are sent."""
     users_of: dict[tuple[int, Value, int], list[int]] = defaultdict(list)
     rank, ops = graph.rank, graph.ops
@@ -42,10 +42,10 @@ def messages_of(graph: Graph, num_stages: int) -> list[Message]:
                 first = user - 1 if user - 1 in graph.pairs else user
                 for value_kind in given_by(kind, stage, *ops[user][:2], num_stages) or (moving(kind),):
                     users_of[maker, Value(value_kind, stage, microbatch), rank[user]].append(first)
-    return [Message(maker, users[0], users[-1], value) for (maker, value, _), users in sorted(users_of.items())]
+    return [SentValue(maker, users[0], users[-1], value) for (maker, value, _), users in sorted(users_of.items())]
 
 
-def channels(graph: Graph, messages: Sequence[Message]) -> Iterable[list[int]]:
+def channels(graph: Graph, messages: Sequence[SentValue]) -> Iterable[list[int]]:
     """Return the numbers of the messages of each channel in the order of the sends, which both ends use."""
     by_channel: dict[object, list[int]] = defaultdict(list)
     for number, message in enumerate(messages):
@@ -53,7 +53,7 @@ def channels(graph: Graph, messages: Sequence[Message]) -> Iterable[list[int]]:
     return by_channel.values()
 
 
-def post_points(graph: Graph, messages: Sequence[Message], prefetch: int) -> list[int]:
+def post_points(graph: Graph, messages: Sequence[SentValue], prefetch: int) -> list[int]:
     """Return, for each message, the pass before which its receive is posted.
 
     It is the first pass that uses the message `prefetch` positions earlier on the channel, or any later message of the channel. If a later
@@ -74,7 +74,7 @@ def post_points(graph: Graph, messages: Sequence[Message], prefetch: int) -> lis
     return posts
 
 
-def depth_needed(graph: Graph, messages: Sequence[Message], ends: list[int]) -> int:
+def depth_needed(graph: Graph, messages: Sequence[SentValue], ends: list[int]) -> int:
     """Return the smallest `prefetch` whose `post_points` precede the send of each message, for passes that end at `ends`."""
     starts = set(graph.first)
     deepest = 0
@@ -94,7 +94,7 @@ def earliest_from(numbers: list[int]) -> list[int]:
     return least
 
 
-def hoist_receives(graph: Graph, messages: Sequence[Message], posts: list[int]) -> list[int]:
+def hoist_receives(graph: Graph, messages: Sequence[SentValue], posts: list[int]) -> list[int]:
     """Return `posts` in which receives are posted earlier where a send that waits for its receive would deadlock.
 
     A transport whose sends wait (rendezvous) adds needs to the graph: the pass that sends also needs the pass before which the receive is
@@ -124,7 +124,7 @@ def hoist_receives(graph: Graph, messages: Sequence[Message], posts: list[int]) 
     return posts
 
 
-def release_points(graph: Graph, messages: Sequence[Message], num_stages: int) -> dict[Value, int]:
+def release_points(graph: Graph, messages: Sequence[SentValue], num_stages: int) -> dict[Value, int]:
     """Return, for each value that is sent, the pass of the sender after which it is freed.
 
     That is the first pass of the sender that uses a message which the receiver sent after it used the value, or the last pass of the
@@ -150,12 +150,12 @@ def release_points(graph: Graph, messages: Sequence[Message], num_stages: int) -
     return points
 
 
-def _messages_by_ranks(graph: Graph, messages: Sequence[Message]) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+def _messages_by_ranks(graph: Graph, messages: Sequence[SentValue]) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """Return, for each (sender, receiver), the makers of their messages in order, and the first pass to use each or a later message.
 
     The minimum over later messages is needed because a channel's messages need not be used in the order in which they are sent.
     """
-    sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[SentValue]] = defaultdict(list)
     for message in messages:
         sent[graph.rank[message.maker], graph.rank[message.user]].append(message)
     by_ranks = {ranks: ([m.maker for m in between], earliest_from([m.user for m in between])) for ranks, between in sent.items()}

@@ -25,7 +25,7 @@ from zerobubble.lane import Lane, LaneWork, steps_of_ranks
 from zerobubble.offload.offloads import HostLink, Offload, RankOffloads, SavedParts, offloadable_bytes, require_offloads, saved_parts
 from zerobubble.reductions import planned_sums, play_sums
 from zerobubble.simulation import busy_times, held_bytes, pass_times, whys
-from zerobubble.timeline import Cause, Copy, Copying, Span, Timeline, Why
+from zerobubble.timeline import Awaited, Copying, HostCopy, Span, Timeline, Why
 from zerobubble.units import NS_PER_S
 from zerobubble.verify import checked
 
@@ -119,7 +119,7 @@ class OffloadPlayer:
         spans = list(map(Span, graph.ops, played.begin, played.end, self._whys(played)))
         rows = tuple(tuple(spans[first:stop]) for first, stop in pairwise(graph.first))
         lane_copies = tuple(
-            tuple(Copy(c.copying, c.stage, c.microbatch, *times) for c, times in zip(row, lane.played, strict=True))
+            tuple(HostCopy(c.copying, c.stage, c.microbatch, *times) for c, times in zip(row, lane.played, strict=True))
             for row, lane in zip(copies, lanes, strict=True)
         )
         memory = tuple(
@@ -134,14 +134,14 @@ class OffloadPlayer:
     def _whys(self, played: Played) -> Iterator[Why]:
         graph, delays = self._graph, self._times[1]
         for number, (why, last) in enumerate(zip(whys(graph, played.after), played.after, strict=True)):
-            sent = delays[last] if why.cause is Cause.MESSAGE else 0
+            sent = delays[last] if why.cause is Awaited.MESSAGE else 0
             overlaps = number - 1 in graph.pairs
             # A pass that starts later than its predecessor and its messages allow has waited for the lane.
-            yield why if last < 0 or overlaps or played.begin[number] == played.end[last] + sent else Why(Cause.COPY)
+            yield why if last < 0 or overlaps or played.begin[number] == played.end[last] + sent else Why(Awaited.COPY)
 
 
 def _memory(
-    row: Sequence[Span], steps: Sequence[Step], copies: Sequence[LaneCopy], played: Sequence[Copy], parts: SavedParts, costs: Costs
+    row: Sequence[Span], steps: Sequence[Step], copies: Sequence[LaneCopy], played: Sequence[HostCopy], parts: SavedParts, costs: Costs
 ) -> Iterator[tuple[int, int]]:
     """Yield the bytes on the device over time as (time, bytes). Between steps, offloaded parts are freed before parts come back.
 

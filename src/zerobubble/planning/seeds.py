@@ -12,7 +12,7 @@ from statistics import fmean
 
 from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.errors import InputError
-from zerobubble.formulas import FORMULAS, Setting
+from zerobubble.formulas import FORMULAS, FormulaInput
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Kind
 from zerobubble.planning.lengthening import extend_by_pattern
@@ -83,11 +83,11 @@ def _fill(recipe: Recipe, problem: Problem) -> float:
     return forms.peak.value(_mean_setting(problem)) * fmean(problem.costs.held_after_f) / limit if forms else inf
 
 
-def _mean_setting(problem: Problem) -> Setting:
+def _mean_setting(problem: Problem) -> FormulaInput:
     """Returns the arguments of closed forms: mean times over ranks, and no time for messages."""
     ranks, costs = problem.placement.num_ranks, problem.costs
     f, b, w = (sum(column) // ranks for column in (costs.forward, costs.backward, costs.weight))
-    return Setting(ranks, problem.num_microbatches, problem.placement.stages_per_rank, f, b, w, c=0)
+    return FormulaInput(ranks, problem.num_microbatches, problem.placement.stages_per_rank, f, b, w, c=0)
 
 
 def _recipes(placement: Placement, num_microbatches: int, slices: int = 1) -> Iterator[Recipe]:

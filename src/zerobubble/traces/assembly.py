@@ -10,7 +10,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Op
 from zerobubble.kinds import kinds_making, kinds_using
 from zerobubble.rules import SENT_BETWEEN_STAGES, Value, makers, message_receiver, uses
-from zerobubble.timeline import Mark, Reduction, Span, Timeline
+from zerobubble.timeline import Mark, ReplicaSum, Span, Timeline
 from zerobubble.traces.clocks import ClockShift, shifts
 from zerobubble.traces.passes import ONLY_STAGE, Moved, RankRun, RankStep
 from zerobubble.units import listed
@@ -157,7 +157,7 @@ def timeline_of(step: StepOfRanks, found: Assembled, name: str) -> Timeline:
     )
     marks = tuple(tuple(_mark(moved, by, found.num_stages) for moved in part.moved) for part, by in zip(step, shifted, strict=True))
     sums = tuple(
-        tuple(Reduction(one.stage, one.start + by, one.end + by) for one in part.sums) for part, by in zip(step, shifted, strict=True)
+        tuple(ReplicaSum(one.stage, one.start + by, one.end + by) for one in part.sums) for part, by in zip(step, shifted, strict=True)
     )
     return Timeline(name, rows, (), "measured", marks if any(marks) else (), sums if any(sums) else ())
 

@@ -12,7 +12,7 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_cells import Cell, End, WeightAction, Weights, parse_cell
 from zerobubble.ir import Kind, Op, Step
 from zerobubble.kinds import SENT_BETWEEN_STAGES, traits_of
-from zerobubble.timeline import Doing, Reduction
+from zerobubble.timeline import Doing, ReplicaSum
 from zerobubble.traces.file import RankTrace, step_number
 from zerobubble.traces.times import Action, Times, times_of
 
@@ -46,7 +46,7 @@ class RankStep:
     label: int | None
     ran: list[Ran] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
-    sums: list[Reduction] = field(default_factory=list)
+    sums: list[ReplicaSum] = field(default_factory=list)
 
     @property
     def ops(self) -> list[Op]:
@@ -126,7 +126,7 @@ def _filled(label: int | None, actions: Sequence[Action], times: Times) -> RankS
         elif isinstance(action.cell, Weights):
             interval = times.summed(action) if action.cell.action is WeightAction.REDUCE_GRAD else None
             if interval is not None:
-                step.sums.append(Reduction(action.cell.stage, *interval))
+                step.sums.append(ReplicaSum(action.cell.stage, *interval))
         elif action.step:
             _add_passes(step, action, action.step, times, arrivals)
     return step

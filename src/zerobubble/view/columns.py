@@ -16,7 +16,7 @@ from zerobubble.errors import InputError
 from zerobubble.explain import Gap, WaitsFor, critical_path
 from zerobubble.export.svg import caption
 from zerobubble.kinds import KINDS
-from zerobubble.timeline import Copy, Copying, Doing, Span, Timeline
+from zerobubble.timeline import Copying, Doing, HostCopy, Span, Timeline
 
 WAITS = tuple(WaitsFor)
 """The causes of idle time; a page stores the index in this tuple."""
@@ -87,7 +87,7 @@ def timeline_columns(viewed: Viewed) -> dict[str, Any]:
     }
 
 
-def _copy(copy: Copy, start: int) -> list[int]:
+def _copy(copy: HostCopy, start: int) -> list[int]:
     """Returns the direction of a copy, its stage, microbatch, start and end."""
     return [COPYING.index(copy.copying), copy.stage, copy.microbatch, copy.start - start, copy.end - start]
 

@@ -18,7 +18,7 @@ from zerobubble.offload.choice import with_other_costs
 from zerobubble.planning import Workload
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.simulation import metrics
-from zerobubble.timeline import Copy, Copying, Timeline
+from zerobubble.timeline import Copying, HostCopy, Timeline
 from zerobubble.units import NS_PER_S, counted, read_bytes, read_time, show_ms
 
 Rates = tuple[float | Bytes, ...]
@@ -236,7 +236,7 @@ def offload_text(costed: Costed, plan: RankOffloads, rank: int) -> str:
     return f"{count} of {moved}, at least {bound}; up to {device} on the device, {host} on the host"
 
 
-def _lane(timeline: Timeline, lane: Sequence[Copy], columns: int) -> Iterator[str]:
+def _lane(timeline: Timeline, lane: Sequence[HostCopy], columns: int) -> Iterator[str]:
     """Draws the copies of a rank on one line, each at least one column wide where columns are left."""
     duration, at = max(1, timeline.makespan), 0
     for copy in lane:

@@ -22,7 +22,7 @@ from zerobubble.planning.problem.problem import Problem, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import known_schedules, make, registry
 from zerobubble.simulation import period, simulate
-from zerobubble.slicing import Slice, equal_slices
+from zerobubble.slicing import SliceShares, equal_slices
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_bytes, show_range
 
@@ -310,7 +310,7 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
     return [replace(one, limits=memory, head_bytes=head) for one, memory, head in zip(costed, limits, heads, strict=True)]
 
 
-def _slices(given: Given, planned: Problem) -> tuple[Slice, ...]:
+def _slices(given: Given, planned: Problem) -> tuple[SliceShares, ...]:
     """Returns the slices of a schedule: those of its plan, else those `planned` if there are as many, else equal ones."""
     slices = given.schedule.slices
     known = (given.problem or planned).costs.slices

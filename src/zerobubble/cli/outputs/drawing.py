@@ -16,7 +16,7 @@ from rich.text import Text
 
 from zerobubble.export.palette import LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, shades_drawn, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
-from zerobubble.timeline import Reduction, Span, Timeline, steps_of
+from zerobubble.timeline import ReplicaSum, Span, Timeline, steps_of
 from zerobubble.units import ms, ticks
 
 EDGE, DARK = "▏", "#1b1f24"
@@ -117,7 +117,7 @@ def _row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: 
     return line
 
 
-def _sums(row: Sequence[Reduction], scale: _Scale, colored: bool) -> Text:
+def _sums(row: Sequence[ReplicaSum], scale: _Scale, colored: bool) -> Text:
     """Draws the sums over replicas of a rank, each with the number of its stage if it fits."""
     line = Text()
     for one in row:

@@ -15,7 +15,7 @@ from zerobubble.runtime.measure.clock import DeviceClock, HostClock, Instant
 from zerobubble.runtime.transport.contact import exchanging
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.peers import Peers
-from zerobubble.timeline import Copy, Copying, Doing, Mark, Reduction, Span, Timeline
+from zerobubble.timeline import Copying, Doing, HostCopy, Mark, ReplicaSum, Span, Timeline
 
 PINGS = 8
 
@@ -104,9 +104,9 @@ def gather(name: str, records: Records, peers: Peers) -> Timeline:
     parsed = tuple(tuple(Span(Op.parse(op), begin - origin, end - origin) for op, begin, end in spans) for spans, *_ in rows)
     memory = tuple(tuple((time - origin, held) for time, held in steps) for _, steps, *_ in rows)
     marks = tuple(tuple(Mark(Doing(d), begin - origin, end - origin, value) for d, begin, end, value in row) for _, _, row, *_ in rows)
-    sums = tuple(tuple(Reduction(stage, begin - origin, end - origin) for stage, begin, end in row) for *_, row, _ in rows)
+    sums = tuple(tuple(ReplicaSum(stage, begin - origin, end - origin) for stage, begin, end in row) for *_, row, _ in rows)
     copies = tuple(
-        tuple(Copy(Copying(way), stage, microbatch, begin - origin, end - origin) for way, stage, microbatch, begin, end in row)
+        tuple(HostCopy(Copying(way), stage, microbatch, begin - origin, end - origin) for way, stage, microbatch, begin, end in row)
         for *_, row in rows
     )
     return Timeline(
