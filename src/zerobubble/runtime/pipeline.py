@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerobubble.arguments import takes
+from zerobubble.arguments import Wanted, require, takes
 from zerobubble.costs import Costs
 from zerobubble.display import clipped
 from zerobubble.error_reports.uncaught import explain_none, report_exit
@@ -45,6 +45,7 @@ from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
 from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
 from zerobubble.runtime.step.ordering import CostOf
+from zerobubble.runtime.step.outputs import OutputFunction
 from zerobubble.runtime.step.planner import Switch
 from zerobubble.runtime.step.profiling import profile_layers
 from zerobubble.runtime.survival.survivors import Survival
@@ -57,6 +58,7 @@ from zerobubble.timeline import Timeline
 from zerobubble.units import counted, named
 
 R = TypeVar("R")
+_RECEIVERS = Wanted("'last' or 'all'", lambda value: value in ("last", "all"))
 
 
 @takes()
@@ -303,29 +305,79 @@ class Pipeline(RefusesModuleCalls):
     @counted_collective_call
     @making_tensors()
     def eval_step(
-        self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        kwargs: Any = None,
+        num_microbatches: int | None = None,
+        output_fn: OutputFunction | None = None,
     ) -> tuple[Tensor | None, Any]:
         """Runs forward of one batch, in the forms of `step`, in evaluation mode. Returns the mean loss and the outputs.
 
         Args:
             inputs, kwargs, num_microbatches: As in `step`.
             targets: Targets, as in `step`; None for outputs alone.
+            output_fn: As in `predict`.
 
-        The loss is None without targets, and otherwise the same on every rank. The outputs of all microbatches are joined on the rank of
-        the last stage, and None elsewhere: tensors are concatenated along the batch, which is in dimension 0, in the one that `batch_dims`
-        has for "outputs", or in the only one with the size of the microbatch; those without dimensions are stacked, equal constants and one
-        object kept once, and anything else becomes a list with one item each; tuples, dicts and dataclasses are joined item by item.
-        Outputs of a single microbatch are returned as they are. A bidirectional schedule evaluates on its first route.
+        The loss is None without targets, and otherwise the same on every rank. The outputs are those of `predict`, on the rank of the last
+        stage, and None elsewhere.
         """
         self._steps.settle()
-        loss, outputs, sizes = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches))
+        loss, outputs, sizes = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches), output_fn)
         if loss is None:
             explain_none("loss", "eval_step(inputs) returns no loss: give it targets, too")
+        return loss, self._joined(outputs, sizes, "eval_step")
+
+    @repeated_by_survivors
+    @counted_collective_call
+    @making_tensors()
+    def predict(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        output_fn: OutputFunction | None = None,
+        kwargs: Any = None,
+        num_microbatches: int | None = None,
+        to: str = "last",
+    ) -> Any:
+        """Runs forward of one batch, in the forms of `step`, in evaluation mode. Returns the outputs, or what `output_fn` makes of them.
+
+        Log-probabilities of labels, where the logits of one microbatch at a time are in memory:
+
+            def log_probs(output, labels):
+                return torch.gather(output.logits.log_softmax(-1), -1, labels[..., None])[..., 0]
+
+            scores = pipe.predict(tokens, labels, output_fn=log_probs, to="all")
+
+        Args:
+            inputs, kwargs, num_microbatches: As in `step`.
+            targets: Second arguments of `output_fn`, in the forms of `step`. No loss is computed.
+            output_fn: `output_fn(output)`, or `output_fn(output, target)` if there are targets. It is called for each microbatch, on the
+                rank of the last stage and without gradients, and only what it returns is kept.
+            to: "last" for the rank of the last stage, None elsewhere; "all" for all ranks, which must be tensors, numbers and text.
+
+        The outputs of all microbatches are joined in the order of the data: tensors are concatenated along the batch, which is in dimension
+        0, in the one that `batch_dims` has for "outputs", or in the only one with the size of the microbatch; those without dimensions are
+        stacked, equal constants and one object kept once, and anything else becomes a list with one item each; tuples, dicts and
+        dataclasses are joined item by item. Outputs of a single microbatch are returned as they are. A bidirectional schedule runs its
+        first route. Raises like `step`, and `InputError` for another `to`.
+        """
+        self._steps.settle()
+        with self._steps.refusing():
+            require("to", to, _RECEIVERS)
+        _, outputs, sizes = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches), output_fn, has_loss=False)
+        joined = self._joined(outputs, sizes, "predict")
+        return joined if to == "last" else self._steps.on_all_ranks(joined)
+
+    def _joined(self, outputs: list[Any] | None, sizes: Sequence[int], method: str) -> Any:
+        """Joins what is kept of the outputs of microbatches; None if this rank has none."""
         if outputs is None:
-            explain_none("outputs", f"eval_step returns None for the outputs on rank {self.rank}: the rank of the last stage has them")
-            return loss, None
+            explain_none("outputs", f"{method} returns None for the outputs on rank {self.rank}: the rank of the last stage has them")
+            return None
         dims = self._options.batch_dims or {}
-        return loss, join_outputs(outputs, sizes, dims.get(OUTPUTS) or 0, takes_first=dims.get(OUTPUTS) == 0)
+        return join_outputs(outputs, sizes, dims.get(OUTPUTS) or 0, takes_first=dims.get(OUTPUTS) == 0)
 
     @property
     def schedule(self) -> Schedule:

@@ -215,6 +215,11 @@ def _has_samples(item: Any) -> bool:
     return isinstance(item, list) and all(isinstance(sample, Mapping) or is_plain_dataclass(sample) for sample in item)
 
 
+def as_target(target: Any) -> Any:
+    """Returns a target as `loss_fn` takes it: a tuple of one becomes its item."""
+    return target[0] if isinstance(target, tuple) and len(target) == 1 else target
+
+
 def as_arguments(microbatch: Any) -> Tensors:
     """Returns a microbatch as the arguments of the first stage: a tuple as positional ones, a dict as named ones, or one object."""
     if isinstance(microbatch, Tensor):

@@ -21,10 +21,12 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
 from zerobubble.runtime.stage.hook_reads import hook_fault
 from zerobubble.runtime.stage.loss_reads import LossReads
+from zerobubble.runtime.step.batch import as_target
 from zerobubble.runtime.step.loss_comparison import LossComparison
 from zerobubble.runtime.step.loss_faults import note_given, unknown_parameter
 from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossReport, SetState
 from zerobubble.runtime.step.loss_state import LossState
+from zerobubble.runtime.step.outputs import Outputs
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.added_losses import losses_so_far
@@ -103,7 +105,7 @@ class StepLosses:
         self.comparison.clear()
         self._loss_ranks: list[int] = []
         self._targets: list[Any] | None = None
-        self._outputs: list[Any] | None = None
+        self._outputs: Outputs | None = None
         self._weights: list[float] | None = None
         self._known: list[Tensor | None] = []
         self._gradients: dict[tuple[torch.dtype, float], Tensor] = {}
@@ -122,16 +124,15 @@ class StepLosses:
         finally:
             self._on_loss, self.losses, self.added = on_loss, losses, added
 
-    def open(self, loss_ranks: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: list[Any] | None) -> None:
+    def open(self, loss_ranks: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: Outputs | None) -> None:
         """Begins a step in which microbatch j ends on rank `loss_ranks[j]` and has `sizes[j]` samples.
 
-        In evaluation, the outputs of the model are stored in `outputs`. Raises `InputError` for negative or infinite weights, and if all
-        are 0.
+        In evaluation, `outputs` takes the outputs of the model. Raises `InputError` for negative or infinite weights, and if all are 0.
         """
         rank = self._peers.rank
         self._loss_ranks = loss_ranks
         self._summing_rank = loss_ranks[0]
-        self._targets = None if targets is None else [_unwrapped(target) for target in targets]
+        self._targets = None if targets is None else [as_target(target) for target in targets]
         weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
         self._total_weight = sum(weights)
         divides = self._scales_gradients and outputs is None
@@ -173,7 +174,7 @@ class StepLosses:
         If it is called once more for a microbatch, because its forward is recomputed, `on_loss` is not called a second time.
         """
         if self._outputs is not None:
-            self._outputs[microbatch] = output
+            self._outputs.put(microbatch, output)
         if self._known[microbatch] is not None and self._targets is not None:
             return self._loss(microbatch, output, self._targets[microbatch], is_first=False)
         result: Tensor = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch], is_first=True)
@@ -185,7 +186,7 @@ class StepLosses:
         if not self.has_targets:
             return self.finish(microbatch, output)
         if self._outputs is not None:
-            self._outputs[microbatch] = output
+            self._outputs.put(microbatch, output)
         return output
 
     @property
@@ -316,11 +317,11 @@ class StepLosses:
     def _weight_of(self, microbatch: int) -> float:
         return self._total_weight / len(self._loss_ranks) if self._weights is None else self._weights[microbatch]
 
-    def _compares(self, loss_ranks: list[int], outputs: list[Any] | None) -> bool:
+    def _compares(self, loss_ranks: list[int], outputs: Outputs | None) -> bool:
         """Whether this rank compares its share of the batch with those of other replicas when a step begins."""
         return self._peers.rank in loss_ranks or (self._scales_gradients and outputs is None)
 
-    def all_refuse(self, fault: str, loss_ranks: list[int], outputs: list[Any] | None) -> bool:
+    def all_refuse(self, fault: str, loss_ranks: list[int], outputs: Outputs | None) -> bool:
         """Replaces `open` for a step that this replica refuses. Returns whether all others refuse it, as far as this rank knows."""
         if self._replicas is None or not self._compares(loss_ranks, outputs):
             return True
@@ -475,11 +476,6 @@ def _scalar(loss: Any) -> Tensor:
     if loss.dtype not in DTYPES:
         raise InputError("loss_fn must return one of {expected}, got {got}", expected=", ".join(map(str, DTYPES)), got=str(loss.dtype))
     return loss.reshape(()) if loss.dim() else loss
-
-
-def _unwrapped(target: Any) -> Any:
-    """Returns a target as `loss_fn` takes it: a tuple of one becomes its item."""
-    return target[0] if isinstance(target, tuple) and len(target) == 1 else target
 
 
 def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight | None) -> list[float]:

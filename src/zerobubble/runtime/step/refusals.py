@@ -20,6 +20,7 @@ from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.mailbox.handshake import RefusedError, StepHandshake
 from zerobubble.runtime.step.batch import OUTPUTS
 from zerobubble.runtime.step.loss import StepLosses
+from zerobubble.runtime.step.outputs import Outputs
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.terms import by_rank
 
@@ -78,7 +79,7 @@ class CallRefusals:
             )
 
     @contextmanager
-    def of_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
+    def of_batch(self, executor: Executor, outputs: Outputs | None) -> Iterator[None]:
         """A context for reading the batch: an `InputError` inside is a fault of what this rank was given.
 
         Other ranks may be given nothing, and so have no fault.
@@ -90,7 +91,7 @@ class CallRefusals:
             self._raise_with_batches(_Fault(str(error), of_batch=True), executor, outputs)
 
     @contextmanager
-    def of_others(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
+    def of_others(self, executor: Executor, outputs: Outputs | None) -> Iterator[None]:
         """A context for the handshake of a step: if another rank refuses the call, this rank raises that rank's faults."""
         try:
             yield
@@ -103,7 +104,7 @@ class CallRefusals:
         if begun is not None:
             raise InputError("{fault} (while others begin {begun})", fault=fault, begun=begun)
 
-    def _raise_with_batches(self, mine: _Fault, executor: Executor, outputs: list[Any] | None) -> NoReturn:
+    def _raise_with_batches(self, mine: _Fault, executor: Executor, outputs: Outputs | None) -> NoReturn:
         """Raises the faults of all batches, if there are no others.
 
         Unless all replicas have refused their shares, this ends the pipeline.

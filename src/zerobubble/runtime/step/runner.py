@@ -40,7 +40,7 @@ from zerobubble.runtime.stage.loss_draws import LossDraws
 from zerobubble.runtime.stage.loss_reads import LossReads
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
-from zerobubble.runtime.step.batch import StepInputs
+from zerobubble.runtime.step.batch import StepInputs, as_target
 from zerobubble.runtime.step.batch_digests import BatchDigests
 from zerobubble.runtime.step.captured_step import WITHOUT_STEP, CapturedStep
 from zerobubble.runtime.step.divided_loss import DividedLoss
@@ -53,6 +53,7 @@ from zerobubble.runtime.step.memory_forecast import MemoryForecasts, forecast_me
 from zerobubble.runtime.step.named_arguments import known_names
 from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.step.outputs import OutputFunction, Outputs, on_all_ranks
 from zerobubble.runtime.step.rank_inputs import RankInputs
 from zerobubble.runtime.step.refusals import CallRefusals
 from zerobubble.runtime.step.sequence import join_sequences
@@ -367,23 +368,28 @@ class StepRunner:
         self._refuse_loss()
         return loss
 
-    def evaluate(self, given: StepInputs, num_microbatches: int | None) -> tuple[Tensor | None, list[Any] | None, Sequence[int]]:
-        """Runs the forwards of a step in evaluation mode.
+    def evaluate(
+        self, given: StepInputs, num_microbatches: int | None, output_fn: OutputFunction | None = None, *, has_loss: bool = True
+    ) -> tuple[Tensor | None, list[Any] | None, Sequence[int]]:
+        """Runs the forwards of a step in evaluation mode. Without a loss, targets are for `output_fn` alone.
 
-        Returns the mean loss, None without targets, the outputs of the microbatches, None on a rank without a last stage, and the numbers
-        of their samples, empty if this rank does not know them.
+        Returns the mean loss, None without targets, what is kept of the outputs of microbatches, None on a rank without a last stage, and
+        the numbers of their samples, empty if this rank does not know them.
         """
         executor = self.choose(num_microbatches, trains=False).infer
         self.cut_model.release_if_changed()
         if self.schedule.is_forward_only:
             self.last = executor
-        outputs: list[Any] = [None] * executor.program.num_microbatches
+        divided = self._parted if has_loss else None
+        outputs = Outputs(executor.program.num_microbatches, output_fn, keeps_all=divided is not None)
         with self._stages.evaluating(), self.guard.during_step(executor):
-            batch, _ = self._open(executor, given, outputs, evaluation=self._num_evaluations)
+            batch, _ = self._open(executor, given, outputs, evaluation=self._num_evaluations, has_loss=has_loss)
             with self.rng.isolated(), self._watching_copies():
                 executor.run(batch)
-            if self._parted is not None:
-                self._parted.evaluate(self.peers, self.schedule, outputs)
+            if divided is not None:
+                divided.evaluate(self.peers, self.schedule, outputs.kept)
+            if self.rank in executor.ends[1]:
+                outputs.finish()
             loss = self._losses.close()
         self._give_back()
         self._num_evaluations += 1
@@ -391,16 +397,23 @@ class StepRunner:
         if self.rank not in executor.ends[1]:
             return loss, None, ()
         slices = executor.program.slices
-        return loss, join_sequences(outputs, slices) if slices > 1 else outputs, batch.sizes
+        return loss, join_sequences(outputs.kept, slices) if slices > 1 else outputs.kept, batch.sizes
+
+    def on_all_ranks(self, outputs: Any) -> Any:
+        """Returns the `outputs` of the rank of the last stage on every rank, which all call it."""
+        with self.guard.during("while copying outputs to all ranks"), self.agreed_errors():
+            return on_all_ranks(self.peers, outputs, self.schedule.placement.routes[0][-1])
 
     def _open(
         self,
         executor: Executor,
         given: StepInputs,
-        outputs: list[Any] | None,
+        outputs: Outputs | None,
         ordering: MicrobatchOrdering | None = None,
         evaluation: int = TRAINS,
         captured: CapturedStep | None = None,
+        *,
+        has_loss: bool = True,
     ) -> tuple[Batch, tuple[int, ...]]:
         """Splits what was given and opens the step with the other ranks.
 
@@ -424,7 +437,10 @@ class StepRunner:
         # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.
         if outputs is None and self._num_steps == 0:
             self.optimizers.elsewhere = self._trained_elsewhere(given, mine)
-        self._losses.open(executor.ends[1], mine.targets.microbatches or None, mine.targets.sizes, outputs)
+        if outputs is not None:
+            outputs.targets = [as_target(target) for target in mine.targets.microbatches]
+        targets = mine.targets.microbatches if has_loss else None
+        self._losses.open(executor.ends[1], targets or None, mine.targets.sizes, outputs)
         return self._batch(executor, given, mine, opened, evaluation), opened.passes
 
     def _trained_elsewhere(self, given: StepInputs, mine: RankInputs) -> dict[Tensor, str]:
