@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.step.batch import sample_slices
+from zerobubble.runtime.frameworks import sample_slices
 
 MOST_ELEMENTS = 1 << 18
 """The number of elements of a tensor up to which a digest has all of them."""

@@ -17,7 +17,7 @@ from zerobubble.integrations.versions import needed
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.planning import Plan
 from zerobubble.rules import uses
-from zerobubble.runtime.executor.program_cache import schedule_for
+from zerobubble.runtime.frameworks import schedule_for
 from zerobubble.verify import checked
 
 with needed("deepspeed"):

@@ -18,7 +18,7 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.integrations.lone_calls import collectives_refused, numbers_of
 from zerobubble.integrations.whole_model import CalledError, equal_arguments, raise_called, replaced
-from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all, states_restored
+from zerobubble.runtime.frameworks import RandomStates, mixed, seed_all, states_restored
 
 PENALTIES = (
     "for a penalty on parameters, let training_step add its gradients to the gradients of self.pipeline.parameters(), after "

@@ -25,7 +25,7 @@ from zerobubble.integrations.loss_calls import PENALTIES, LossCalls, Microbatche
 from zerobubble.integrations.loss_rules import Comparison, with_other_labels
 from zerobubble.integrations.sample_outputs import JoinedOutput
 from zerobubble.integrations.whole_model import replaced
-from zerobubble.runtime.values.random_state import RandomStates, states_restored
+from zerobubble.runtime.frameworks import RandomStates, states_restored
 
 HALVES = (torch.float16, torch.bfloat16)
 SKIPPED = ("train_dataset", "eval_dataset")

@@ -21,8 +21,7 @@ from zerobubble.errors import InputError, raise_faults
 from zerobubble.integrations.versions import needed, refuse_wrong_versions
 from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.planning import Plan
-from zerobubble.runtime.executor.program_cache import schedule_for
-from zerobubble.runtime.split.layers.linear import linear
+from zerobubble.runtime.frameworks import linear, schedule_for
 
 with needed("megatron"):
     from megatron.core import parallel_state

@@ -9,8 +9,7 @@ from typing import Any
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.trainer_loss import TrainerLoss
-from zerobubble.runtime.values.python_state import PythonState, put_back
-from zerobubble.runtime.values.random_state import states_restored
+from zerobubble.runtime.frameworks import PythonState, put_back, states_restored
 
 SAMPLES = 2
 MOST_ENTRIES = 64

@@ -35,8 +35,7 @@ from zerobubble.integrations.loss_rules import (
     telling_samples,
 )
 from zerobubble.integrations.over_replicas import reduce_over_replicas
-from zerobubble.runtime.step.batch import join_outputs
-from zerobubble.runtime.values.random_state import RandomStates, drawn_seed
+from zerobubble.runtime.frameworks import RandomStates, drawn_seed, join_outputs
 
 COUNTED = ("current_flos", "current_gradient_accumulation_steps", "is_in_train")
 """Attributes in which Trainer counts."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerobubble.runtime.options import ALIKE
+from zerobubble.runtime.frameworks import ALIKE
 
 
 def wrong_options(args: Any, model: nn.Module, mesh: DeviceMesh | None) -> list[str]:

@@ -27,10 +27,7 @@ import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.versions import needed, refuse_wrong_versions
 from zerobubble.models.observation.example import TAKES_SUMS
-from zerobubble.runtime.gathered import gathering, make_whole
-from zerobubble.runtime.options import ALIKE
-from zerobubble.runtime.step.batch import OUTPUTS
-from zerobubble.runtime.values.random_state import states_restored
+from zerobubble.runtime.frameworks import ALIKE, OUTPUTS, gathering, make_whole, states_restored
 
 with needed("transformers"):
     import transformers

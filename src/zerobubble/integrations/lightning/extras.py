@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from zerobubble.integrations.lightning.comparison import Fault
 from zerobubble.integrations.lightning.logs import Parts, reduced
 from zerobubble.integrations.loss_rules import are_near
-from zerobubble.runtime.step.batch import join_outputs
+from zerobubble.runtime.frameworks import join_outputs
 
 RULES = ("joined", "mean", "weights", "sum", "rows", "first")
 """Joined as outputs of the network; a mean over samples, or like the loss; a sum; concatenated lists; or equal in all microbatches."""

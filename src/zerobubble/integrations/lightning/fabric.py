@@ -27,9 +27,7 @@ from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import from_last_stage
 from zerobubble.integrations.whole_outputs import WholeOutputs
-from zerobubble.runtime.gathered import gathering, make_whole
-from zerobubble.runtime.step.batch import sample_slices
-from zerobubble.runtime.values.random_state import states_restored
+from zerobubble.runtime.frameworks import gathering, make_whole, sample_slices, states_restored
 
 
 class PipelineStrategy(PipelineRanks, ParallelStrategy):

@@ -16,7 +16,7 @@ from zerobubble.integrations.lightning.comparison import ComparedSteps, Fault, l
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.logs import Parts
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
-from zerobubble.runtime.step.batch import join_outputs
+from zerobubble.runtime.frameworks import join_outputs
 
 
 class MicrobatchLosses(partial):  # type: ignore[type-arg]

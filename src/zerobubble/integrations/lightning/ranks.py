@@ -26,8 +26,7 @@ import zerobubble as zb
 from zerobubble.integrations.lightning.refusals import refuse_loader
 from zerobubble.integrations.lightning.world import connecting, store_of_retry
 from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
-from zerobubble.runtime.step.optimizers import SAVED_BY
-from zerobubble.runtime.transport.contact import exchanging
+from zerobubble.runtime.frameworks import SAVED_BY, exchanging
 
 
 class PipelineRanks:

@@ -21,9 +21,7 @@ from zerobubble.integrations.lightning.runner import TWO_DIRECTIONS
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.ir import Schedule
 from zerobubble.planning import Plan
-from zerobubble.runtime.executor.program_cache import schedule_for
-from zerobubble.runtime.hooks.torch_calls import takes_rank_for_replica
-from zerobubble.runtime.options import PipelineOptions, dependency_faults, faults_in
+from zerobubble.runtime.frameworks import PipelineOptions, dependency_faults, faults_in, schedule_for, takes_rank_for_replica
 from zerobubble.units import counted
 
 OWN = {

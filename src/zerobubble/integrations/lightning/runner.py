@@ -60,9 +60,7 @@ from zerobubble.integrations.whole_model import (
     replaced,
 )
 from zerobubble.integrations.whole_outputs import WholeOutputs
-from zerobubble.runtime.gathered import gathering, make_whole
-from zerobubble.runtime.step.batch import OUTPUTS
-from zerobubble.runtime.values.random_state import RandomStates, mixed, seed_all, states_restored
+from zerobubble.runtime.frameworks import OUTPUTS, RandomStates, gathering, make_whole, mixed, seed_all, states_restored
 from zerobubble.units import named
 
 Arguments = tuple[Any, ...] | dict[str, Any]

@@ -11,7 +11,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.comparison import Fault
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.logs import Entry
-from zerobubble.runtime.values.random_state import RandomStates
+from zerobubble.runtime.frameworks import RandomStates
 
 
 @dataclass

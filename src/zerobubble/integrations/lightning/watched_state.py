@@ -11,9 +11,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from zerobubble.integrations.lone_calls import CONTAINERS
-from zerobubble.runtime.values.python_objects import is_constant_code
-from zerobubble.runtime.values.python_places import Items, Place
-from zerobubble.runtime.values.python_state import GENERATORS, PythonState, Snapshot, changed, put_back
+from zerobubble.runtime.frameworks import GENERATORS, Items, Place, PythonState, Snapshot, changed, is_constant_code, put_back
 
 _OF_LIGHTNING = frozenset(f"self.{name}" for name in vars(pl.LightningModule()))
 """Attributes of every LightningModule, which Lightning itself changes."""

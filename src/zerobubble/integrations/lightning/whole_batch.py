@@ -30,8 +30,7 @@ from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lightning.watched_state import WatchedState
 from zerobubble.integrations.loss_rules import are_near
 from zerobubble.integrations.whole_model import replaced
-from zerobubble.runtime.step.batch import join_outputs
-from zerobubble.runtime.values.random_state import states_restored
+from zerobubble.runtime.frameworks import join_outputs, states_restored
 
 
 class Run(NamedTuple):

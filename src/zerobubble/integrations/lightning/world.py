@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
+from zerobubble.runtime.frameworks import NewConnections, PeerSockets
 
 _stores: list[Any] = []
 """The store of each process group that an error has ended, in this process."""

@@ -10,7 +10,7 @@ torchtitan's: models and their `parallelize_fn`, data, losses, optimizers, clipp
 """
 
 from zerobubble.integrations.versions import needed
-from zerobubble.runtime.hooks.torch_calls import COMBINING
+from zerobubble.runtime.frameworks import COMBINING
 
 with needed("torchtitan"):
     from zerobubble.integrations.torchtitan.front import pipelined, pipelining_fn

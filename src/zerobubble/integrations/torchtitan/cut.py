@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.layers.stand_ins import STAND_INS
+from zerobubble.runtime.frameworks import STAND_INS
 
 FIRST, LAST = ("tok_embeddings",), ("norm", "lm_head")
 """The modules before and after the layers."""
