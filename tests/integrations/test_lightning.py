@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import random
 import signal
 import time
@@ -19,7 +21,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ from torchmetrics.classification import MulticlassF1Score
 
 import zerobubble as zb
 from tests.integrations.ranks import outcomes, run_program
-from tests.integrations.train_with_lightning import CASES, CLASSES, STEPS, WIDTH, Classifier, Denoiser
+from tests.integrations.train_with_lightning import CASES, CLASSES, STEPS, WIDTH, Accuracy, Classifier, Denoiser, Evaluated
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
 from zerobubble import InputError, PipelineError
@@ -277,6 +279,15 @@ def fits_twice(folder: Path, strategy: Callable[[], dict[str, Any]]) -> dict[str
 def test_several_fits_of_one_module_train_as_on_one_device(tmp_path: Path) -> None:
     ours, theirs = (fits_twice(tmp_path, strategy) for strategy in (lambda: {"strategy": PipelineStrategy("1f1b", 2)}, dict))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_a_module_with_a_metric_is_copied_after_fit(one_rank: lightning.Trainer) -> None:
+    module = Evaluated()
+    one_rank.callbacks.append(StochasticWeightAveraging(0.05, 2))  # it copies the module before each call of the Trainer
+    one_rank.fit(module, data())
+    one_rank.validate(module, data(), verbose=False)
+    copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module.accuracy))
+    assert [type(metric) for metric in (copies[0].accuracy, copies[1])] == [Accuracy, Accuracy]
 
 
 def test_both_runs_of_a_training_step_draw_the_same(one_rank: lightning.Trainer) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,37 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 import zerobubble as zb
 from zerobubble.integrations.lightning.refusals import refuse_loader
 from zerobubble.integrations.lightning.world import connecting, store_of_retry
 from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
 from zerobubble.runtime.frameworks import SAVED_BY, exchanging
+
+
+class _GatherIn:
+    """Gathers the values of a Metric in a `group`, by the user's `function` if given.
+
+    A group as the Metric's `process_group` would not let callbacks copy or save the module.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, function: Callable[..., list[Tensor]] | None) -> None:
+        self._group = group
+        self._function = function._function if isinstance(function, _GatherIn) else function or gather_all_tensors
+
+    def __call__(self, value: Tensor, group: object = None) -> list[Tensor]:
+        return self._function(value, group=self._group)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._function,)
+
+
+def _itself(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    return function
 
 
 class PipelineRanks:
@@ -72,7 +97,7 @@ class PipelineRanks:
             copy_from(0, tensor, self.root_device)
         for child in module.modules():
             if isinstance(child, Metric):
-                child.process_group = self.mesh.get_group("dp")
+                child.dist_sync_fn = _GatherIn(self.mesh.get_group("dp"), child.dist_sync_fn)
 
     def set_world_ranks(self) -> None:
         """Sets the rank and the number of ranks, as Lightning's own strategies do."""
