@@ -38,7 +38,9 @@ class _GatherIn:
 
     def __init__(self, group: dist.ProcessGroup, function: Callable[..., list[Tensor]] | None) -> None:
         self._group = group
-        self._function = function._function if isinstance(function, _GatherIn) else function or gather_all_tensors
+        self._function: Callable[..., list[Tensor]] = gather_all_tensors
+        if function is not None:
+            self._function = function._function if isinstance(function, _GatherIn) else function
 
     def __call__(self, value: Tensor, group: object = None) -> list[Tensor]:
         return self._function(value, group=self._group)
