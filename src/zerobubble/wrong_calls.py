@@ -60,14 +60,11 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
     meant = _meant(kwargs, parameters, filled, missing)
     missing = [argument for argument in missing if argument not in meant.values()]
     twice = {argument: nearest_name(argument, set_names) for argument, right in meant.items() if not right}
-    faults = [f"unknown argument {argument!r}{_hint(right, twice.get(argument))}" for argument, right in meant.items()]
-    if missing:
-        faults.append(f"missing required argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}")
-    got = [kwargs[argument] for argument in meant]
+    got = list(map(kwargs.get, meant))
     return InputError(
         "{call}: {faults}; {remedy}",
         call=name,
-        faults="; ".join(faults) or reason,
+        faults="; ".join(_faults(meant, twice, missing)) or reason,
         argument=", ".join([*meant, *missing]),
         got=got[0] if len(got) == 1 else got or None,
         expected=", ".join([*filter(None, meant.values()), *missing]),
@@ -75,9 +72,12 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
     )
 
 
-def _hint(right: str, twice: str | None) -> str:
-    """Returns the parameter that an unknown argument was meant for: the `right` one, or one that has its value already."""
-    return f" (did you mean {right!r}?)" if right else f" ({twice!r} is already given)" if twice else ""
+def _faults(meant: Mapping[str, str], twice: Mapping[str, str], missing: Sequence[str]) -> list[str]:
+    """Returns a phrase for each unknown argument, with the parameter it was `meant` for or gives `twice`, and one for `missing` ones."""
+    hints = {argument: f" ({name!r} is already given)" for argument, name in twice.items() if name}
+    hints |= {argument: f" (did you mean {name!r}?)" for argument, name in meant.items() if name}
+    faults = [f"unknown argument {argument!r}{hints.get(argument, '')}" for argument in meant]
+    return [*faults, f"missing required argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"] if missing else faults
 
 
 def _instead(name: str, unknown: Iterable[str], kwargs: Mapping[str, Any]) -> str:

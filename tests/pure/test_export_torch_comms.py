@@ -13,7 +13,7 @@ from tests.pure.shapes import IN_TORCH_CSV, TRAINING, grid
 from tests.refusals import Stated, raises, states
 from tests.thinned import every
 from zerobubble.errors import InputError, ParseError, ScheduleError
-from zerobubble.export.torch_cells import Cell, End, WeightAction, Weights, parse_cell
+from zerobubble.export.torch_cells import Cell, MessageEnd, WeightAction, Weights, parse_cell
 from zerobubble.export.torch_comms import to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.ir import Kind, Schedule
@@ -33,19 +33,19 @@ def cells(csv: str) -> list[list[Cell]]:
 
 def met(end: Cell) -> Cell:
     """The other end of a message, for stages in a row (an independent statement of what the CSV means to PyTorch)."""
-    assert isinstance(end, End)
+    assert isinstance(end, MessageEnd)
     hop = 1 if end.is_send is (end.value_kind is ValueKind.ACTIVATION) else -1
-    return End(not end.is_send, end.value_kind, end.stage + hop, end.microbatch)
+    return MessageEnd(not end.is_send, end.value_kind, end.stage + hop, end.microbatch)
 
 
 def runs_without_a_buffer(rows: list[list[Cell]]) -> bool:
     """Whether all rows end where both ends of a message wait for each other and nothing of a rank overtakes anything."""
-    home = {cell: rank for rank, row in enumerate(rows) for cell in row if isinstance(cell, End)}
+    home = {cell: rank for rank, row in enumerate(rows) for cell in row if isinstance(cell, MessageEnd)}
     left, moved = [list(row) for row in rows], True
     while moved:
         moved = False
         for row in left:
-            while row and not isinstance(row[0], End):
+            while row and not isinstance(row[0], MessageEnd):
                 row.pop(0)
                 moved = True
             if row and left[home[met(row[0])]][:1] == [met(row[0])]:
@@ -99,7 +99,7 @@ def test_at_most_so_many_stages_are_gathered_and_reduced_after_their_last_backwa
             elif isinstance(cell, Weights):
                 gathered ^= {cell.stage}
                 largest = max(largest, len(gathered))
-            elif not isinstance(cell, End):
+            elif not isinstance(cell, MessageEnd):
                 stages = {op.stage for op in cell}
                 assert stages <= gathered
                 assert not stages & set(reduced)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from zerobubble.arguments import as_tuple, takes
@@ -70,17 +71,18 @@ class Block(Displayed):
             raise InputError("block {block!r} needs an interval of at least 1 slot, got {got}", block=self.name, got=self.interval)
         if len(self.times) != 3 or min(self.times) < 1:
             raise InputError("block {block!r} needs at least 1 slot for each of F, B and W, got {got}", block=self.name, got=self.times)
-        if not any(self.starts):
+        starts = list(chain.from_iterable(self.starts))
+        if not starts:
             raise InputError("block {block!r} needs at least one pass", block=self.name)
-        foreign = [start.op for row in self.starts for start in row if start.op.kind not in lengths(self.times)]
+        foreign = [start.op for start in starts if start.op.kind not in lengths(self.times)]
         if foreign:
             message = "block {name!r} has {foreign}, but blocks may only have {known}"
             raise InputError(message, name=self.name, foreign=foreign[0], known=", ".join(lengths(self.times)))
-        early = [start for row in self.starts for start in row if start.slot < 0]
+        early = [start for start in starts if start.slot < 0]
         if early:
             message = "block {name!r} has {op} in slot {slot}"
             raise InputError(message, name=self.name, op=str(early[0].op), slot=early[0].slot, remedy="count slots from 0")
-        latest = max((self.interval, *self.times, *(start.slot for row in self.starts for start in row)))
+        latest = max((self.interval, *self.times, *(start.slot for start in starts)))
         if latest > MOST_SLOTS:
             message = "block {name!r} has slot {latest}, but blocks may have up to {limit:,}"
             raise InputError(message, name=self.name, latest=latest, limit=MOST_SLOTS, remedy="use longer slots")

@@ -264,10 +264,10 @@ _SHORTEST = 5_000
 
 
 def _causes(account: Account, drifts: Sequence[Drift]) -> list[tuple[str, str]]:
-    own = [drift for drift in drifts if account.rank in drift.ranks]
+    here = [drift for drift in drifts if account.rank in drift.ranks]
     others = [drift for drift in drifts if account.rank not in drift.ranks]
     causes = [
-        (account.passes.busy, f"in its own passes{_named(own)}"),
+        (account.passes.busy, f"in its own passes{_named(here)}"),
         (account.passes.idle, f"waiting for passes of other ranks{_named(others)}"),
         (account.noise.busy, "noise in its own passes"),
         (account.noise.idle, "waiting because of noise in passes of other ranks"),
@@ -276,8 +276,8 @@ def _causes(account: Account, drifts: Sequence[Drift]) -> list[tuple[str, str]]:
         (account.copies, "waiting for copies to the host and back"),
         (account.reduction, "summing gradients over replicas"),
     ]
-    found = sorted((cause for cause in causes if abs(cause[0]) >= _SHORTEST), key=lambda cause: -abs(cause[0]))
-    return [(f"{time / NS_PER_MS:+,.2f} ms", what) for time, what in found]
+    causes = sorted((cause for cause in causes if abs(cause[0]) >= _SHORTEST), key=lambda cause: -abs(cause[0]))
+    return [(f"{time / NS_PER_MS:+,.2f} ms", what) for time, what in causes]
 
 
 def _idle(account: Account) -> str:

@@ -75,11 +75,11 @@ def _drifts(plan: TimedOrder, exact: TimedOrder, costs: Costs) -> tuple[tuple[Dr
 
     If microbatches have shares, times are those of a microbatch of share 1.
     """
-    found: dict[Passes, list[int]] = defaultdict(list)
+    steps_by_passes: dict[Passes, list[int]] = defaultdict(list)
     for step in plan.graph.steps():
-        found[tuple((plan.graph.ops[i].kind, plan.graph.ops[i].stage) for i in step)].append(step[0])
+        steps_by_passes[tuple((plan.graph.ops[i].kind, plan.graph.ops[i].stage) for i in step)].append(step[0])
     drifts, before, timed = [], plan.makespan, plan
-    for passes, numbers in sorted(found.items(), key=lambda item: [(stage, kind) for kind, stage in item[0]]):
+    for passes, numbers in sorted(steps_by_passes.items(), key=lambda item: [(stage, kind) for kind, stage in item[0]]):
         shares = [_share(plan, costs, number) for number in numbers]
         longer = [exact.takes[number] - plan.takes[number] for number in numbers]
         middle = median_low(round(time / share) for time, share in zip(longer, shares, strict=True))
@@ -100,4 +100,4 @@ def _share(plan: TimedOrder, costs: Costs, number: int) -> float:
     if not costs.shares:
         return 1
     step = (number, number + 1) if number in plan.graph.pairs else (number,)
-    return fmean(costs.shares[plan.graph.ops[each].microbatch] for each in step)
+    return fmean(costs.shares[plan.graph.ops[op].microbatch] for op in step)

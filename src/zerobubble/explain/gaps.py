@@ -50,22 +50,22 @@ def gaps(schedule: Schedule, costs: Costs, run: Timeline) -> tuple[tuple[Gap, ..
     """
     timed = measured(planned(schedule, costs), run)
     played = timed.play()
-    found: list[list[Gap]] = [[] for _ in run.rows]
+    by_rank: list[list[Gap]] = [[] for _ in run.rows]
     for step in timed.graph.steps():
-        found[timed.graph.rank[step[0]]] += _before(timed, played, step, run.start)
-    return tuple(map(tuple, found))
+        by_rank[timed.graph.rank[step[0]]] += _before(timed, played, step, run.start)
+    return tuple(map(tuple, by_rank))
 
 
 def _before(timed: TimedOrder, played: Played, step: tuple[int, ...], origin: int) -> list[Gap]:
     """The gaps before `step`; a reason that took no time is left out."""
     start, stop = free(timed, played.end, step), played.begin[step[0]]
-    made = max((played.end[maker] for _, maker in timed.messages(step)), default=start)
-    there = max((played.end[maker] + timed.delays[maker] for _, maker in timed.messages(step)), default=start)
-    edges = ((made, WaitsFor.PASS), (there, WaitsFor.MESSAGE), (stop, WaitsFor.HOST))
-    found = []
+    sent = max((played.end[maker] for _, maker in timed.messages(step)), default=start)
+    arrived = max((played.end[maker] + timed.delays[maker] for _, maker in timed.messages(step)), default=start)
+    edges = ((sent, WaitsFor.PASS), (arrived, WaitsFor.MESSAGE), (stop, WaitsFor.HOST))
+    before = []
     for edge, waiting in edges:
         end = min(max(start, edge), stop)
         if end > start:
-            found.append(Gap(origin + start, origin + end, waiting, timed.graph.ops[step[0]]))
+            before.append(Gap(origin + start, origin + end, waiting, timed.graph.ops[step[0]]))
         start = max(start, end)
-    return found
+    return before

@@ -52,7 +52,7 @@ class TimedOrder:
     def makespan(self) -> int:
         """From the first begin to the last end, in ns."""
         played = self.play()
-        sums = [one.end for row in play_sums(self.sums, played.end) for one in row]
+        sums = [total.end for row in play_sums(self.sums, played.end) for total in row]
         return max([*played.end, *sums], default=0) - min(played.begin, default=0)
 
     def work(self) -> list[int]:
@@ -94,8 +94,8 @@ def measured(plan: TimedOrder, run: Timeline) -> TimedOrder:
 
 def _sums(graph: Graph, run: Timeline, end: Sequence[int]) -> RankSums:
     rows = run.reductions or ((),) * run.num_ranks
-    for rank, (row, known) in enumerate(zip(rows, stage_sums(graph), strict=True)):
-        foreign = sorted({one.stage for one in row} - {one.stage for one in known})
+    for rank, (row, planned) in enumerate(zip(rows, stage_sums(graph), strict=True)):
+        foreign = sorted({part.stage for part in row} - {part.stage for part in planned})
         if foreign:
             summed = f"the run sums stage {foreign[0]} on rank {rank}, which does not train it"
             raise InputError("{fault}", fault=summed, remedy="compare a run with the schedule it ran")
@@ -171,18 +171,18 @@ def _taken(graph: Graph, run: Timeline) -> dict[int, int]:
 
 def _delays(plan: TimedOrder, begin: Sequence[int], end: Sequence[int], taken: Mapping[int, int]) -> list[int]:
     delays, ops = list(plan.delays), plan.graph.ops
-    known: dict[tuple[int, int], list[int]] = defaultdict(list)
+    waited: dict[tuple[int, int], list[int]] = defaultdict(list)
     bounded: list[tuple[int, tuple[int, int]]] = []
     for step in plan.graph.steps():
-        found = list(plan.messages(step))
-        last = max((end[maker] for _, maker in found), default=0)
-        for user, maker in found:
-            made, link = end[maker], (ops[maker].stage, ops[user].stage)
-            delays[maker] = taken.get(maker, begin[step[0]]) - made
-            if made >= free(plan, end, step) and (maker in taken or made == last):
-                known[link].append(delays[maker])
+        messages = list(plan.messages(step))
+        last = max((end[maker] for _, maker in messages), default=0)
+        for user, maker in messages:
+            sent, link = end[maker], (ops[maker].stage, ops[user].stage)
+            delays[maker] = taken.get(maker, begin[step[0]]) - sent
+            if sent >= free(plan, end, step) and (maker in taken or sent == last):
+                waited[link].append(delays[maker])
             else:
                 bounded.append((maker, link))
     for maker, link in bounded:
-        delays[maker] = min(delays[maker], median_low(known[link]) if link in known else plan.delays[maker])
+        delays[maker] = min(delays[maker], median_low(waited[link]) if link in waited else plan.delays[maker])
     return delays

@@ -59,16 +59,16 @@ def windows(schedule: Schedule, costs: Costs, limits: Limits | None = None) -> t
         raise_faults(memory_faults(schedule, costs, limits))
         ceilings = limits.memory
     timeline = simulate(schedule, costs)
-    found = []
+    by_rank = []
     for row, steps, memory, ceiling in zip(timeline.rows, schedule.steps, timeline.memory, ceilings, strict=True):
         spans, times = iter(row), [time for time, _ in memory]
-        own, idle_from = [], timeline.start
+        in_rank, idle_from = [], timeline.start
         for number, step in enumerate(steps):
             span, *_ = islice(spans, len(step))
             if span.start > idle_from:
                 changes = bisect_right(times, idle_from)
                 held = memory[changes - 1][1] if changes else 0
-                own.append(Window(number, idle_from - timeline.start, span.start - timeline.start, ceiling - held))
+                in_rank.append(Window(number, idle_from - timeline.start, span.start - timeline.start, ceiling - held))
             idle_from = span.end
-        found.append(tuple(own))
-    return tuple(found)
+        by_rank.append(tuple(in_rank))
+    return tuple(by_rank)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zerobubble.blocks import Block, Layout, Steps, lifespans, memory_law
 from zerobubble.costs import NS_PER_MS
-from zerobubble.export.heading import Entry, heading, swatch
+from zerobubble.export.heading import LegendEntry, heading, swatch
 from zerobubble.export.palette import NUMBERS, ink, shade
 from zerobubble.export.svg import APART, HATCH, beginning, describe, digits_of, fitting, has_numbers, require_width
 from zerobubble.kinds import KINDS, Kind, traits_of
@@ -108,16 +108,16 @@ def _rules(kinds: Iterable[Kind]) -> Iterator[str]:
             yield f".{kind}{copy}{{fill:{color}}}.on{kind}{copy}{{fill:{ink(color)}}}"
 
 
-def _legend(kinds: Sequence[Kind], *, numbered: bool, shaded: bool, later: bool) -> Iterator[Entry]:
+def _legend(kinds: Sequence[Kind], *, numbered: bool, shaded: bool, later: bool) -> Iterator[LegendEntry]:
     for kind in kinds:
-        yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}0"')])
-    yield Entry("idle", [swatch('fill="url(#idle)"')])
+        yield LegendEntry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}0"')])
+    yield LegendEntry("idle", [swatch('fill="url(#idle)"')])
     if numbered:
-        yield Entry(NUMBERS, [])
+        yield LegendEntry(NUMBERS, [])
     if shaded:
-        yield Entry(f"lighter: later microbatch, {SHADES} shades in turn", [])
+        yield LegendEntry(f"lighter: later microbatch, {SHADES} shades in turn", [])
     if later:
-        yield Entry("bar: later stages of the rank", [])
+        yield LegendEntry("bar: later stages of the rank", [])
 
 
 def _panel(scale: _Scale, block: Block, panel: Panel, number: int, top: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from zerobubble.errors import InputError
-from zerobubble.export.heading import Entry, Heading, heading
+from zerobubble.export.heading import Heading, LegendEntry, heading
 from zerobubble.export.svg import beginning, require_width
 from zerobubble.planning.answer import Choice, Status
 from zerobubble.planning.pareto import Front, Point
@@ -124,10 +124,10 @@ def _further_color(name: str) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(crc32(name.encode()) / 2**32, 0.5, 0.4))
 
 
-def _legend(colors: Mapping[str, str]) -> Iterator[Entry]:
+def _legend(colors: Mapping[str, str]) -> Iterator[LegendEntry]:
     for name, color in colors.items():
-        yield Entry(name, [f'<circle cx="5.5" cy="5.5" r="5" fill="{color}"/>'])
-    yield Entry("bound", ['<path class="bound" d="M0 5.5h24"/>', ""])
+        yield LegendEntry(name, [f'<circle cx="5.5" cy="5.5" r="5" fill="{color}"/>'])
+    yield LegendEntry("bound", ['<path class="bound" d="M0 5.5h24"/>', ""])
 
 
 def _axes(scale: _Scale, points: Sequence[Point]) -> Iterator[str]:

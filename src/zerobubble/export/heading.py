@@ -23,7 +23,7 @@ _ADVANCES = {character: width for characters, width in _WIDTHS.items() for chara
 _USUAL = 0.556
 
 
-class Entry(NamedTuple):
+class LegendEntry(NamedTuple):
     """An entry of a legend: its text, and the SVG elements before it, drawn in boxes of 11 by 11 pixels from the origin."""
 
     text: str
@@ -47,7 +47,7 @@ def text_width(text: str) -> float:
     return _SIZE * sum(_ADVANCES.get(character, _USUAL) for character in text)
 
 
-def heading(title: str, entries: Iterable[Entry], width: int) -> Heading:
+def heading(title: str, entries: Iterable[LegendEntry], width: int) -> Heading:
     """Return the heading of a picture of `width` pixels."""
     lines = _title_lines(title, int((width - 2 * MARGIN) / TITLE_CHARACTER))
     elements = [f'<text class="ink title" x="{MARGIN}" y="{28 + LINE * row}">{escape(line)}</text>' for row, line in enumerate(lines)]

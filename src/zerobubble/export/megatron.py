@@ -60,7 +60,7 @@ def _spelled(text: str) -> Iterator[str]:
         if match is None:
             raise _unreadable(text, plain, at)
         *_, count = match.groups()
-        body = match[1] if match.re is _ONE else "".join(one[1] * int(one[2] or 1) for one in _ONE.finditer(match[1]))
+        body = match[1] if match.re is _ONE else "".join(item[1] * int(item[2] or 1) for item in _ONE.finditer(match[1]))
         yield body * int(count or 1)
         at = match.end()
 
@@ -124,9 +124,9 @@ def even_stages(num_stages: int, num_layers: int) -> tuple[str, ...]:
     """Return the contents of `num_stages` stages as `balanced_layers` does, for any placement."""
     if num_layers < 1:
         raise wrong("the number of transformer layers", num_layers, "at least 1")
-    each, spare = divmod(num_layers, num_stages)
+    per_stage, spare = divmod(num_layers, num_stages)
     first = 1 if spare < num_stages - 1 else 0
-    layers = ["t" * (each + (first <= stage < first + spare)) for stage in range(num_stages)]
+    layers = ["t" * (per_stage + (first <= stage < first + spare)) for stage in range(num_stages)]
     layers[0] = f"E{layers[0]}"
     layers[-1] += "L"
     return tuple(layers)

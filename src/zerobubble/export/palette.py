@@ -44,9 +44,9 @@ def ink(color: str) -> str:
     return best if contrast(best, color) >= LEAST_CONTRAST else _BLACK
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, second: str) -> float:
     """Return the contrast ratio of two colors (`#rrggbb`) as defined by WCAG 2.2, from 1 to 21."""
-    dark, light = sorted((luminance(one), luminance(other)))
+    dark, light = sorted((luminance(first), luminance(second)))
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -75,5 +75,5 @@ def shades_drawn(*timelines: Timeline) -> dict[Kind, list[int]]:
     """Return the shades of each kind drawn, in order: those of the places of the stages that have passes of it."""
     orders = [(timeline, stage_order(timeline)) for timeline in timelines]
     drawn = {(span.op.kind, places[rank][span.op.stage]) for timeline, places in orders for rank, span in timeline.spans()}
-    found = {kind: sorted(place for each, place in drawn if each is kind) for kind in KINDS}
-    return {kind: places for kind, places in found.items() if places}
+    shades = {kind: sorted(place for drawn_kind, place in drawn if drawn_kind is kind) for kind in KINDS}
+    return {kind: places for kind, places in shades.items() if places}

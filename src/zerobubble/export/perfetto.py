@@ -82,10 +82,10 @@ def _named_thread(process: int, thread: int, name: str) -> Iterator[Event]:
     yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
 
 
-def _box(timeline: Timeline, process: int, thread: int, one: Span | Gap | Mark | ReplicaSum | HostCopy, label: Label) -> Event:
+def _box(timeline: Timeline, process: int, thread: int, box: Span | Gap | Mark | ReplicaSum | HostCopy, label: Label) -> Event:
     """Return the slice of what takes time, with the name, the category and the other fields of its label."""
     name, category, others = label
-    times = {"ts": _us(timeline, one.start), "dur": (one.end - one.start) / NS_PER_US}
+    times = {"ts": _us(timeline, box.start), "dur": (box.end - box.start) / NS_PER_US}
     return {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, **times, **others}
 
 
@@ -111,16 +111,16 @@ def _below(
         thread = place * timeline.num_ranks + rank + 1
         if row:
             yield from _named_thread(process, thread, f"rank {timeline.number_of(rank)}, {what}")
-        for one in row:
-            yield _box(timeline, process, thread, one, label(one))
+        for box in row:
+            yield _box(timeline, process, thread, box, label(box))
 
 
 def _of_mark(mark: Mark) -> Label:
     return f"{mark.doing} {mark.value}".strip(), mark.doing.value, {}
 
 
-def _of_sum(one: ReplicaSum) -> Label:
-    return f"sum of stage {one.stage}", "reduction", {"args": {"stage": one.stage}}
+def _of_sum(replica_sum: ReplicaSum) -> Label:
+    return f"sum of stage {replica_sum.stage}", "reduction", {"args": {"stage": replica_sum.stage}}
 
 
 def _of_copy(copy: HostCopy) -> Label:
@@ -129,7 +129,7 @@ def _of_copy(copy: HostCopy) -> Label:
 
 def _arrow(timeline: Timeline, process: int, number: int, message: Message, threads: Threads) -> Iterator[Event]:
     """Yield both ends of a message. It starts in the last nanosecond of its pass, because at the end the next slice has already begun."""
-    made, used = message.made, message.used
+    maker, user = message.made, message.used
     common = {"cat": "message", "name": str(message.value), "id": number, "pid": process}
-    yield common | {"ph": "s", "tid": threads[made.op], "ts": _us(timeline, max(made.start, made.end - 1))}
-    yield common | {"ph": "f", "bp": "e", "tid": threads[used.op], "ts": _us(timeline, used.start)}
+    yield common | {"ph": "s", "tid": threads[maker.op], "ts": _us(timeline, max(maker.start, maker.end - 1))}
+    yield common | {"ph": "f", "bp": "e", "tid": threads[user.op], "ts": _us(timeline, user.start)}

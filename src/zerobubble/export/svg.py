@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
-from zerobubble.export.heading import Entry, Heading, heading, swatch
+from zerobubble.export.heading import Heading, LegendEntry, heading, swatch
 from zerobubble.export.palette import (
     COPY_COLORS,
     LATER_STAGES,
@@ -60,10 +60,10 @@ class _Shape(NamedTuple):
 
     top: float
     height: float
-    sizes: tuple[Size, ...]
+    sizes: tuple[TextSize, ...]
 
 
-class Size(NamedTuple):
+class TextSize(NamedTuple):
     """A size of text: its class, the width of a digit, the pixels needed next to the digits, and the offset of the baseline."""
 
     name: str
@@ -73,7 +73,7 @@ class Size(NamedTuple):
 
 
 _HALF = (ROW - 1) / 2
-SIZES = (Size("small", 6.3, 3, 4), Size("tiny", 5.2, 2.2, 3.2), Size("mini", 4.45, 0.4, 2.9))
+SIZES = (TextSize("small", 6.3, 3, 4), TextSize("tiny", 5.2, 2.2, 3.2), TextSize("mini", 4.45, 0.4, 2.9))
 """Sizes of the numbers in boxes."""
 APART = 0.7
 """Pixels between boxes."""
@@ -168,7 +168,7 @@ def timeline_svg(
         raise wrong("the number of captions", len(captions), f"{len(timelines)}, one for each timeline")
     peak = max(timeline.peak_bytes or 0 for timeline in timelines) if memory else 0
     scale = _Scale(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines), microbatch_bytes)
-    return "\n".join(_document(scale, timelines, title, windows, captions or [caption(timeline) for timeline in timelines])) + "\n"
+    return "\n".join(_document(scale, timelines, title, windows, captions or [*map(caption, timelines)])) + "\n"
 
 
 def require_width(width: int) -> None:
@@ -199,8 +199,8 @@ def _document(
     for timeline, figures in zip(timelines, captions, strict=True):
         yield from _grid(scale, top + CAPTION - 4, top + scale.panel_height(timeline) - 8)
         yield from _panel(scale, timeline, figures, top)
-        for rank, own in enumerate(windows):
-            for window in own:
+        for rank, rank_windows in enumerate(windows):
+            for window in rank_windows:
                 yield _window(scale, window, top + CAPTION + rank * scale.pitch(timeline))
         top += scale.panel_height(timeline)
     yield from _axis(scale, bottom)
@@ -219,24 +219,24 @@ def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
         yield "".join(f".{_COPIES[way]}{{fill:{color}}}" for way, color in COPY_COLORS.items())
 
 
-def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[Entry]:
+def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[LegendEntry]:
     """Yield an entry per kind, with a swatch per shade drawn, and one for each other thing drawn."""
     for kind, places in shades_drawn(*timelines).items():
-        yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}{place}"') for place in places])
+        yield LegendEntry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}{place}"') for place in places])
     pixels = scale.x(1) - scale.x(0)
     if any(has_numbers(timeline, pixels) for timeline in timelines):
-        yield Entry(NUMBERS if all(has_all_numbers(timeline, pixels) for timeline in timelines) else SOME_NUMBERS, [])
+        yield LegendEntry(NUMBERS if all(has_all_numbers(timeline, pixels) for timeline in timelines) else SOME_NUMBERS, [])
     if scale.shades > 1:
-        yield Entry(LATER_STAGES, [])
+        yield LegendEntry(LATER_STAGES, [])
     if any(timeline.reductions for timeline in timelines):
-        yield Entry("sum over replicas", [swatch('class="sum"')])
+        yield LegendEntry("sum over replicas", [swatch('class="sum"')])
     if any(timeline.copies for timeline in timelines):
-        yield from (Entry(f"copy {way}", [swatch(f'class="{name}"')]) for way, name in _COPIES.items())
-    yield Entry("idle", [swatch('fill="url(#idle)"')])
+        yield from (LegendEntry(f"copy {way}", [swatch(f'class="{name}"')]) for way, name in _COPIES.items())
+    yield LegendEntry("idle", [swatch('fill="url(#idle)"')])
     if scale.peak:
-        yield Entry("activations", [swatch('class="held"')])
+        yield LegendEntry("activations", [swatch('class="held"')])
     if has_windows:
-        yield Entry("window", [swatch('class="window"')])
+        yield LegendEntry("window", [swatch('class="window"')])
 
 
 def _grid(scale: _Scale, top: int, bottom: int) -> Iterator[str]:
@@ -284,8 +284,8 @@ def _panel(scale: _Scale, timeline: Timeline, figures: str, top: int) -> Iterato
         end = scale.x(timeline.makespan)
         yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{end - LEFT:.2f}" height="{ROW}"/>'
         yield from _boxes(scale, timeline, row, places[rank], y, digits)
-        for one in timeline.reductions_of(rank):
-            yield _bar(scale, timeline, one, "sum", f"gradients of stage {one.stage} summed over replicas", y + ROW + GAP)
+        for replica_sum in timeline.reductions_of(rank):
+            yield _bar(scale, timeline, replica_sum, "sum", f"gradients of stage {replica_sum.stage} summed over replicas", y + ROW + GAP)
         for copy in timeline.copies_of(rank):
             what = f"what F of stage {copy.stage} and microbatch {copy.microbatch} saved, {copy.copying}"
             below = y + ROW + GAP + (BAR + GAP if timeline.reductions else 0)
@@ -332,14 +332,14 @@ def has_all_numbers(timeline: Timeline, pixels: float) -> bool:
     return fitting(shortest * pixels - APART, digits_of(timeline)) is not None
 
 
-def fitting(width: float, digits: int, sizes: Sequence[Size] = SIZES) -> Size | None:
+def fitting(width: float, digits: int, sizes: Sequence[TextSize] = SIZES) -> TextSize | None:
     """Returns the largest size at which a number of `digits` digits fits into a box of `width` pixels; None if none does."""
     return next((size for size in sizes if width >= size.digit * digits + size.margin), None)
 
 
-def _bar(scale: _Scale, timeline: Timeline, one: ReplicaSum | HostCopy, name: str, what: str, y: int) -> str:
-    x, end = scale.x(one.start - timeline.start), scale.x(one.end - timeline.start)
-    when = f"{show_ms(one.start - timeline.start)} to {show_ms(one.end - timeline.start)}"
+def _bar(scale: _Scale, timeline: Timeline, box: ReplicaSum | HostCopy, name: str, what: str, y: int) -> str:
+    x, end = scale.x(box.start - timeline.start), scale.x(box.end - timeline.start)
+    when = f"{show_ms(box.start - timeline.start)} to {show_ms(box.end - timeline.start)}"
     bar = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - APART):.2f}" height="{BAR}" rx="1.5"/>'
     return f"<g>{bar}<title>{escape(what)}; {when}</title></g>"
 

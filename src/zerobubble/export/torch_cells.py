@@ -19,7 +19,7 @@ _DIRECTION = {ValueKind.ACTIVATION: "F", ValueKind.GRADIENT: "B"}
 _VALUE_KINDS = {letter: value_kind for value_kind, letter in _DIRECTION.items()}
 
 
-class End(NamedTuple):
+class MessageEnd(NamedTuple):
     """One end of a message, a send or a receive. `stage` is the one on this rank: the maker's for a send, the user's for a receive."""
 
     is_send: bool
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
         return f"{self.stage}{self.action}"
 
 
-Cell = Step | End | SendWait | Weights
+Cell = Step | MessageEnd | SendWait | Weights
 
 _PASS = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -79,21 +79,21 @@ def step_cell(step: Step) -> str:
 def _letter(kind: Kind) -> str:
     letter = traits_of(kind).torch_letter
     if letter is None:
-        known = ", ".join(kind for kind, traits in KINDS.items() if traits.torch_letter)
+        having = ", ".join(kind for kind, traits in KINDS.items() if traits.torch_letter)
         message = "PyTorch's CSV has no cell for {kind} ({phrase}), only for {known}; {remedy}"
-        raise InputError(message, kind=str(kind), phrase=traits_of(kind).phrase, known=known, remedy="use the text or JSON form")
+        raise InputError(message, kind=str(kind), phrase=traits_of(kind).phrase, known=having, remedy="use the text or JSON form")
     return letter
 
 
 def cell_text(cell: Cell) -> str:
     """Return the text of a cell; `parse_cell` reads it."""
-    return str(cell) if isinstance(cell, (End, SendWait, Weights)) else step_cell(cell)
+    return str(cell) if isinstance(cell, (MessageEnd, SendWait, Weights)) else step_cell(cell)
 
 
 def parse_cell(text: str) -> Cell:
     """Read one cell; raises `ParseError` for anything else."""
     if match := _END.fullmatch(text):
-        return End(match[2] == "SEND", _VALUE_KINDS[match[3]], int(match[1]), int(match[4]))
+        return MessageEnd(match[2] == "SEND", _VALUE_KINDS[match[3]], int(match[1]), int(match[4]))
     if match := _SEND_WAIT.fullmatch(text):
         return SendWait(_VALUE_KINDS[match[2]], int(match[1]), int(match[3]))
     if match := _WEIGHTS.fullmatch(text):

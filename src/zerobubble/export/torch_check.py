@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from zerobubble.errors import Fault, ParseError
-from zerobubble.export.torch_cells import Cell, End, SendWait, WeightAction, Weights, cell_text
+from zerobubble.export.torch_cells import Cell, MessageEnd, SendWait, WeightAction, Weights, cell_text
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import traits_of
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
@@ -23,7 +23,7 @@ Cells = dict[int, Cell]
 
 def steps_of(cells: Cells) -> list[Step]:
     """Return the steps among the cells."""
-    return [cell for cell in cells.values() if not isinstance(cell, (End, SendWait, Weights))]
+    return [cell for cell in cells.values() if not isinstance(cell, (MessageEnd, SendWait, Weights))]
 
 
 def check_comms(schedule: Schedule, rows: Sequence[Cells]) -> None:
@@ -44,9 +44,13 @@ def _error(line: int, place: int, message: str) -> ParseError:
     return ParseError("line {line}, cell {place}: {fault}", line=line, place=place, fault=message)
 
 
+def _stages(step: Step) -> set[int]:
+    return {op.stage for op in step}
+
+
 def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
     """Yield what is wrong with UNSHARD and RESHARD in a row, by position. In a row without them, weights are always available."""
-    held = {op.stage for step in steps_of(row) for op in step}
+    held = set[int]().union(*map(_stages, steps_of(row)))
     gathers = any(isinstance(cell, Weights) and cell.action in (WeightAction.UNSHARD, WeightAction.RESHARD) for cell in row.values())
     gathered: dict[int, int] = {}
     for place, cell in row.items():
@@ -58,9 +62,9 @@ def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
             case Weights(WeightAction.RESHARD, stage):
                 if gathered.pop(stage, None) is None:
                     yield place, f"{cell}, but these weights are not gathered; remove it"
-            case Weights() | End() | SendWait():
+            case Weights() | MessageEnd() | SendWait():
                 pass
-            case step if gathers and (absent := {op.stage for op in step} - gathered.keys()):
+            case step if gathers and (absent := _stages(step) - gathered.keys()):
                 yield place, f"the weights of stage {min(absent)} are not gathered here; write {min(absent)}UNSHARD before"
     for stage, place in gathered.items():
         yield place, f"the weights of stage {stage} stay gathered, so the next step cannot gather them; end the row with {stage}RESHARD"
@@ -71,7 +75,7 @@ def _reduce_faults(row: Cells) -> Iterator[tuple[int, str]]:
 
     If any stage has one, all need one, since REDUCE_GRAD also divides the gradients by the number of microbatches.
     """
-    passes = ((place, cell) for place, cell in row.items() if not isinstance(cell, (End, SendWait, Weights)))
+    passes = ((place, cell) for place, cell in row.items() if not isinstance(cell, (MessageEnd, SendWait, Weights)))
     last = {op.stage: place for place, step in passes for op in step if traits_of(op.kind).adds_gradients}
     reduced: set[int] = set()
     for place, cell in row.items():
@@ -135,23 +139,23 @@ def _check_send_waits(actions: Sequence[Placed]) -> None:
             raise _error(rank + 1, place, f"nothing waits for this send; write {SendWait(*value)} after it, where it must have arrived")
 
 
-def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
+def _ends(schedule: Schedule) -> dict[MessageEnd, tuple[Value, int]]:
     """Return both ends of every message between ranks, each with its value and the other rank."""
     ends = {}
     home = schedule.placement.routes[0]
     for rank, _, op in schedule.ops():
         for value in uses(op, schedule.num_stages):
             if value.value_kind in SENT_BETWEEN_STAGES and home[value.stage] != rank:
-                ends[End(True, *value)] = value, rank
-                ends[End(False, value.value_kind, op.stage, op.microbatch)] = value, home[value.stage]
+                ends[MessageEnd(True, *value)] = value, rank
+                ends[MessageEnd(False, value.value_kind, op.stage, op.microbatch)] = value, home[value.stage]
     return ends
 
 
-def _actions(rank: int, row: Cells, ends: dict[End, tuple[Value, int]], *, waits: bool) -> Placed:
+def _actions(rank: int, row: Cells, ends: dict[MessageEnd, tuple[Value, int]], *, waits: bool) -> Placed:
     """Return the row as actions of a program. A message is freed where the CSV waits for its send, or right after it without `waits`."""
     placed: Placed = []
     for place, cell in row.items():
-        if isinstance(cell, End):
+        if isinstance(cell, MessageEnd):
             if cell not in ends:
                 raise _error(rank + 1, place, f"{cell} is not a message between passes of two ranks; remove it")
             value, peer = ends[cell]

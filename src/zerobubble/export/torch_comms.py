@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zerobubble.arguments import takes, wrong
 from zerobubble.costs import Costs
-from zerobubble.export.torch_cells import End, SendWait, WeightAction, Weights, require_expressible, step_cell
+from zerobubble.export.torch_cells import MessageEnd, SendWait, WeightAction, Weights, require_expressible, step_cell
 from zerobubble.ir import Op, Schedule, Step
 from zerobubble.kinds import ValueKind, kinds_making, traits_of
 from zerobubble.rules import Value
@@ -65,10 +65,10 @@ def torch_rows(schedule: Schedule, torch: str, unsharded: int = 0) -> list[list[
         raise wrong("unsharded", unsharded, "a number of stages >= 0")
     timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
     rows = [list(_cells_of_rank(steps, timeline, rank, unsharded, waits=waits)) for rank, steps in enumerate(schedule.steps)]
-    for number, (value, source, made, destination, used) in enumerate(messages(timeline)):
-        for is_send, rank, op in ((True, source, made.op), (False, destination, used.op)):
-            end = End(is_send, value.value_kind, op.stage, op.microbatch)
-            rows[rank].append(_Event(made.end, _MESSAGE, number, (str(end),)))
+    for number, (value, source, maker, destination, user) in enumerate(messages(timeline)):
+        for is_send, rank, op in ((True, source, maker.op), (False, destination, user.op)):
+            end = MessageEnd(is_send, value.value_kind, op.stage, op.microbatch)
+            rows[rank].append(_Event(maker.end, _MESSAGE, number, (str(end),)))
         if waits:
             rows[source].append(_send_wait(value, timeline, source, number))
     return [[cell for event in sorted(row) for cell in event.cells] for row in rows]

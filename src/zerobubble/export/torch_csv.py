@@ -93,8 +93,8 @@ def inferred_placement(rows: Sequence[Sequence[Step]]) -> Placement:
     _require_homes(homes, rows)
     ranks = len(rows)
     loops = max(1, len(homes) // ranks)
-    known = [Placement.linear(ranks), Placement.looped(ranks, loops), Placement.vee(ranks), Placement.wave(ranks, max(1, loops // 2))]
-    return next((placement for placement in known if placement.routes == (homes,)), Placement.custom(homes))
+    named = [Placement.linear(ranks), Placement.looped(ranks, loops), Placement.vee(ranks), Placement.wave(ranks, max(1, loops // 2))]
+    return next((placement for placement in named if placement.routes == (homes,)), Placement.custom(homes))
 
 
 def _require_homes(homes: tuple[int, ...], rows: Sequence[Sequence[Step]]) -> None:

@@ -74,8 +74,8 @@ def _schedule_name(placement: Placement) -> str:
     placed = {"1F1B": Placement.linear(ranks), "ZBVZeroBubble": Placement.vee(ranks)}
     if placement.stages_per_rank > 1:
         placed["Interleaved1F1B"] = Placement.looped(ranks, placement.stages_per_rank)
-    for name, each in placed.items():
-        if each.routes == placement.routes:
+    for name, named in placed.items():
+        if named.routes == placement.routes:
             return name
     message = "torchtitan places stages linearly, in a loop or in a V, but not as the placement {placement!r}"
     raise InputError(

@@ -11,7 +11,7 @@ from zerobubble.arguments import Wanted, each, optional, require, require_amount
 from zerobubble.costs import FUSED, KEPT, Costs, Limits
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
-from zerobubble.partition.speeds import as_links, as_speeds, at_links, at_speed, speed_of
+from zerobubble.partition.speeds import Speeds, as_links, as_speeds, at_links, at_speed, speed_of
 
 FORM = "zerobubble layers 1"
 """The format of the JSON form of layers."""
@@ -138,12 +138,15 @@ def stage_costs(
     placement only. Raises `InputError` for a stage without layers, for invalid speeds, and for speeds without a placement.
     """
     stages = slices(layers, cuts)
-    if speeds and placement is None:
-        raise InputError("{argument} {got!v} need a placement", argument="speeds", got=speeds, remedy="give the placement of the stages")
-    if links and placement is None:
-        raise InputError("{argument} {got!v} need a placement", argument="links", got=links, remedy="give the placement of the stages")
-    relative = () if placement is None else as_speeds(speeds, placement.num_ranks)
-    home = range(len(stages)) if placement is None else placement.routes[0]
+    for argument, values in (("speeds", speeds), ("links", links)):
+        if values and placement is None:
+            raise InputError(
+                "{argument} {got!v} need a placement", argument=argument, got=values, remedy="give the placement of the stages"
+            )
+    home: Sequence[int] = range(len(stages))
+    relative: Speeds = ()
+    if placement is not None:
+        home, relative = placement.routes[0], as_speeds(speeds, placement.num_ranks)
     of_stages = [speed_of(rank, relative) for rank in home]
 
     def column(name: str) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from zerobubble.arguments import takes
 from zerobubble.runtime import device as device_module
 from zerobubble.runtime.device import Host, stand_in
-from zerobubble.testing.graphs import Graph, Waitable
+from zerobubble.testing.graphs import CapturedGraph, Waitable
 from zerobubble.testing.interception import intercepted
 from zerobubble.testing.order import Access, CheckedEvent, CheckedStream, Clock, Memory, OrderError, Waits
 
@@ -139,9 +139,9 @@ class CheckedDevice(Host):
         return tensor
 
     @property
-    def graph(self) -> Graph | None:
+    def graph(self) -> CapturedGraph | None:
         """The graph that the calling thread captures; None while it captures none."""
-        graph: Graph | None = getattr(self._here, "graph", None)
+        graph: CapturedGraph | None = getattr(self._here, "graph", None)
         return graph
 
     def capture(self, run: Callable[[], Result], pool: Any) -> tuple[Any, Callable[[], object], Result]:
@@ -152,7 +152,7 @@ class CheckedDevice(Host):
         state, stream = torch.get_rng_state(), self.new_stream(allocates_again=False)
         self._over()
         with self.on_stream(stream):
-            graph = self._here.graph = Graph(self)
+            graph = self._here.graph = CapturedGraph(self)
             try:
                 result = run()
             finally:
@@ -191,9 +191,9 @@ class CheckedDevice(Host):
         Raises `OrderError` if it is not ordered after an earlier one.
         """
         with self._lock:
-            given = [*reads, *writes]
-            on_host = [self._memory_of(tensor).on_host for tensor in given]
-            stream = self._host if given and all(on_host) else self.current_stream()
+            tensors = [*reads, *writes]
+            on_host = [self._memory_of(tensor).on_host for tensor in tensors]
+            stream = self._host if tensors and all(on_host) else self.current_stream()
             allocated = [tensor for tensor in new if tensor.untyped_storage()._cdata not in self._memory]
             self._access(stream, name, reads, writes)
             if allocated:
@@ -237,7 +237,7 @@ class CheckedDevice(Host):
 
     def _add(self, storage: torch.UntypedStorage, owner: CheckedStream, *, on_host: bool) -> Memory:
         if len(self._memory) > 10_000:
-            self._memory = {key: each for key, each in self._memory.items() if key in self._shared or not each.is_freed()}
+            self._memory = {key: memory for key, memory in self._memory.items() if key in self._shared or not memory.is_freed()}
         # The weak reference keeps the address of the storage object, though not its memory, from being used again.
         memory = self._memory[storage._cdata] = Memory(owner, StorageWeakRef(storage).expired, on_host=on_host)  # type: ignore[no-untyped-call]
         return memory
@@ -252,13 +252,13 @@ class CheckedDevice(Host):
         Returns the clock at its end, and whether the tensors are host memory.
         """
         with self._lock:
-            given = [*reads, *writes]
-            on_host = all(self._memory_of(tensor).on_host for tensor in given)
+            tensors = [*reads, *writes]
+            on_host = all(self._memory_of(tensor).on_host for tensor in tensors)
             stream = self._new(f"the message of {self.site()}")
             if not on_host:
                 stream.join(self.current_stream().clock)
             self._access(stream, name, reads, writes)
-            for tensor in given:
+            for tensor in tensors:
                 self._memory_of(tensor).kept_for.add(stream.number)  # torch's backends hold the memory until the message is over
             return dict(stream.clock), on_host
 
@@ -328,24 +328,26 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if any(issubclass(each, Tensor) and each is not torch.nn.Parameter and each is not Tensor for each in types):
-            tensors = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        options = kwargs or {}
+        if any(
+            issubclass(tensor_type, Tensor) and tensor_type is not torch.nn.Parameter and tensor_type is not Tensor for tensor_type in types
+        ):
+            tensors = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
             if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors):
                 return NotImplemented  # the operations on its parts come here
         if func.namespace == "fsdp":  # their schemas do not say what they write
             with self:
-                return func._op_dk(torch._C.DispatchKey.CPU, *args, **given)
-        reads, writes = _accesses(func, args, given)
+                return func._op_dk(torch._C.DispatchKey.CPU, *args, **options)
+        reads, writes = _accesses(func, args, options)
         graph = self._device.graph
         if graph is not None:
-            graph.before(_site(), (args, given), writes)
-        output = func(*args, **given)
+            graph.before(_site(), (args, options), writes)
+        output = func(*args, **options)
         if self._device.is_open:
-            self._note(func, args, given, reads, writes, output)
+            self._note(func, args, options, reads, writes, output)
         if graph is not None:
             allocates = func._overloadpacket.__name__.startswith(_NO_ACCESS)
-            graph.add(_site(), func, (args, given), writes, output, is_enqueued=not allocates)
+            graph.add(_site(), func, (args, options), writes, output, is_enqueued=not allocates)
         return output
 
     def _note(
@@ -365,7 +367,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_view(func: Any) -> bool:
     """Returns whether an operation returns only views of its arguments."""
-    returned = [each.alias_info for each in func._schema.returns]
+    returned = [value.alias_info for value in func._schema.returns]
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
 
 

@@ -54,7 +54,7 @@ class _Replay(NamedTuple):
     messages: dict[int, Waitable]
 
 
-class Graph:
+class CapturedGraph:
     """The work of one capture, which begins on the current stream."""
 
     def __init__(self, device: Launching) -> None:
@@ -76,13 +76,13 @@ class Graph:
             raise RuntimeError(f"{what} at {site} is on {stream.name}, which does not take part in the capture")
         return stream.number
 
-    def before(self, site: str, given: Any, writes: Sequence[Tensor]) -> None:
+    def before(self, site: str, arguments: Any, writes: Sequence[Tensor]) -> None:
         """Notes which memory from before the capture an operation uses, and keeps what it held before `writes`, to restore it at the end.
 
         Memory that no operation has used before is that of constants, which the graph holds.
         """
         with _disable_current_modes():
-            for tensor in pytree.tree_leaves(given):
+            for tensor in pytree.tree_leaves(arguments):
                 if isinstance(tensor, Tensor) and self._device.knows(tensor) and tensor.untyped_storage()._cdata not in self._own:
                     self._lent.setdefault(tensor.untyped_storage()._cdata, (0, site))
             for tensor in writes:
@@ -95,16 +95,16 @@ class Graph:
         self,
         site: str,
         func: Any,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
         writes: Sequence[Tensor],
         output: Any,
         *,
         is_enqueued: bool,
     ) -> None:
-        """Adds an operation that has run on the arguments `given`, with what it wrote and its output; if it only allocates, its output."""
+        """Adds an operation that has run on `arguments`, with what it wrote and its output; if it only allocates, its output."""
         number = self._part(func._overloadpacket.__name__, site)
         with _disable_current_modes():
-            args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, given)
+            args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, arguments)
             written = tuple(tensor.detach() for tensor in writes)
             used = [tensor for tensor in (*pytree.tree_leaves((args, kwargs)), *written) if isinstance(tensor, Tensor)]
             lent = {tensor.untyped_storage()._cdata for tensor in used}
@@ -113,9 +113,7 @@ class Graph:
                 self._own.setdefault(tensor.untyped_storage()._cdata, _whole(tensor))
         if not is_enqueued or not (new or writes):
             return
-        for key in (tensor.untyped_storage()._cdata for tensor in used):
-            if key in self._lent:
-                self._lent[key] = self._lent[key][0] + 1, self._lent[key][1]
+        self._count_uses(used)
 
         def node(replay: _Replay) -> None:
             with self._device.on_stream(replay.streams[number]), self._device.at_site(site):
@@ -125,6 +123,11 @@ class Graph:
                     write(tensor, results[place])
 
         self._nodes.append(node)
+
+    def _count_uses(self, tensors: Sequence[Tensor]) -> None:
+        for key in (tensor.untyped_storage()._cdata for tensor in tensors):
+            if key in self._lent:
+                self._lent[key] = self._lent[key][0] + 1, self._lent[key][1]
 
     def record(self, event: CheckedEvent, stream: CheckedStream) -> None:
         """Adds a point in a stream, if it takes part."""

@@ -70,15 +70,15 @@ class _Message(dist.Work):
 
 @contextmanager
 def _replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    own = vars(holder).get(name)  # not `getattr`: what it gets from a class of C++ is no method any more
+    replaced = vars(holder).get(name)  # not `getattr`: what it gets from a class of C++ is no method any more
     setattr(holder, name, make(getattr(holder, name)))
     try:
         yield
     finally:
-        if own is None:
+        if replaced is None:
             delattr(holder, name)
         else:
-            setattr(holder, name, own)
+            setattr(holder, name, replaced)
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _collectives(device: Seeing) -> Iterator[Replacement]:
     def collective(name: str) -> Callable[[Any], Any]:
         def make(start: Any) -> Any:
             def started(self: Any, *args: Any, **kwargs: Any) -> Any:
-                first, second = ([leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)] for each in (args[:1], args[1:2]))
+                first, second = ([leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)] for part in (args[:1], args[1:2]))
 
                 def begin() -> _Message:
                     clock, on_host = device.message(name, first if name in _IN_PLACE else second, first)
@@ -138,11 +138,11 @@ def _collectives(device: Seeing) -> Iterator[Replacement]:
 
 def _host_reads(device: Seeing) -> Iterator[Replacement]:
     def saves(save: Any) -> Any:
-        def saved(given: Any, *args: Any, **kwargs: Any) -> Any:
-            for leaf in pytree.tree_leaves(given):
+        def saved(content: Any, *args: Any, **kwargs: Any) -> Any:
+            for leaf in pytree.tree_leaves(content):
                 if isinstance(leaf, Tensor):
                     device.read_by_host("torch.save", leaf)
-            return save(given, *args, **kwargs)
+            return save(content, *args, **kwargs)
 
         return saved
 

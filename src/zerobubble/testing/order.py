@@ -63,36 +63,36 @@ class Memory:
     def read(self, access: Access) -> None:
         """Adds a read. Raises `OrderError` if it is not ordered after the writes."""
         self._check(access, self._writes)
-        self._reads = [each for each in self._reads if not _replaces(access, each)] + [access]
+        self._reads = [other for other in self._reads if not _replaces(access, other)] + [access]
 
     def write(self, access: Access) -> None:
         """Adds a write. Raises `OrderError` if it is not ordered after all other accesses."""
         self._check(access, self._writes)
         self._check(access, self._reads)
-        self._reads = [each for each in self._reads if not (access.low <= each.low and each.high <= access.high)]
-        self._writes = [each for each in self._writes if not _replaces(access, each)] + [access]
+        self._reads = [other for other in self._reads if not (access.low <= other.low and other.high <= access.high)]
+        self._writes = [other for other in self._writes if not _replaces(access, other)] + [access]
 
     def reuse(self, stream: CheckedStream, operation: str, site: str) -> None:
         """Raises `OrderError` if `stream` may get this memory while accesses of other streams still run."""
-        exempt = [each for each in (*self._writes, *self._reads) if each.stream.number not in self.kept_for]
+        exempt = [other for other in (*self._writes, *self._reads) if other.stream.number not in self.kept_for]
         self._check(Access(stream, stream.clock.get(stream.number, 0), operation, site, 0, 1 << 62), exempt)
 
     @property
     def is_shared(self) -> bool:
         """Whether a stream other than its owner has used it."""
-        return any(each.stream is not self.owner for each in (*self._writes, *self._reads))
+        return any(access.stream is not self.owner for access in (*self._writes, *self._reads))
 
     def _check(self, access: Access, earlier: list[Access]) -> None:
-        for each in earlier:
-            if each.overlaps(access.low, access.high) and not access.stream.is_after(each):
+        for other in earlier:
+            if other.overlaps(access.low, access.high) and not access.stream.is_after(other):
                 raise OrderError(
                     "{operation} on {stream} at {site} is not ordered after {earlier_operation} on {earlier_stream} at {earlier_site}",
                     operation=access.operation,
                     stream=access.stream.name,
                     site=access.site,
-                    earlier_operation=each.operation,
-                    earlier_stream=each.stream.name,
-                    earlier_site=each.site,
+                    earlier_operation=other.operation,
+                    earlier_stream=other.stream.name,
+                    earlier_site=other.site,
                     remedy="let the stream wait for an event, or the host for the stream, or keep the memory for the stream",
                 )
 

@@ -41,12 +41,12 @@ def in_order_of_ranks(runs: Sequence[RankRun]) -> list[RankRun]:
 
     If the ranges of a rank name no stage, its stage is its place in that order.
     """
-    known = [run.trace.rank for run in runs]
-    twice = [rank for rank in known if rank is not None and known.count(rank) > 1]
+    ranks = [run.trace.rank for run in runs]
+    twice = [rank for rank in ranks if rank is not None and ranks.count(rank) > 1]
     if twice:
         files = " and ".join(run.trace.file for run in runs if run.trace.rank == twice[0])
         raise InputError("{files} are both of rank {rank}", files=files, rank=twice[0], remedy="give one file per rank")
-    ordered = sorted(runs, key=lambda run: _first_stage(run) if None in known else run.trace.rank or 0)
+    ordered = sorted(runs, key=lambda run: _first_stage(run) if None in ranks else run.trace.rank or 0)
     for place, run in enumerate(ordered):
         if _first_stage(run) == ONLY_STAGE:
             _name_stage(run, place)
@@ -64,13 +64,7 @@ def _name_stage(run: RankRun, stage: int) -> None:
 
 def _require_stages(runs: Sequence[RankRun]) -> int:
     """Return the number of stages; each must be on one rank, and none may be missing."""
-    home: dict[int, str] = {}
-    for run in runs:
-        for stage in sorted({op.stage for step in run.steps for op in step.ops}):
-            if stage in home:
-                files, remedy = (home[stage], run.trace.file), "give the ranks of one pipeline, of a single replica"
-                raise InputError("stage {stage} ran in both {files[0]} and {files[1]}", stage=stage, files=files, remedy=remedy)
-            home[stage] = run.trace.file
+    home = _files_by_stage(runs)
     last = max(home)
     sent = {moved.cell for run in runs for step in run.steps for moved in step.moved if moved.cell.is_send}
     receivers = [message_receiver(kind, cell.stage, ONLY_STAGE) for cell in sent for kind in kinds_making(cell.value_kind)]
@@ -81,7 +75,7 @@ def _require_stages(runs: Sequence[RankRun]) -> int:
         sentence = "{files} have no passes of {missing} of the {stages} stages, such as stage {stage}"
         remedy = "give the files of all ranks"
         raise InputError(sentence, files=listed(run.trace.file for run in runs), missing=missing, stages=wanted, stage=first, remedy=remedy)
-    size = next((run.trace.pipeline_size for run in runs if run.trace.pipeline_size), len(runs))
+    size = next(filter(None, (run.trace.pipeline_size for run in runs)), len(runs))
     if size != len(runs):
         raise InputError(
             "the run has {ranks} ranks, but {got} files were given", ranks=size, got=len(runs), remedy="give one file per rank"
@@ -89,11 +83,23 @@ def _require_stages(runs: Sequence[RankRun]) -> int:
     return wanted
 
 
+def _files_by_stage(runs: Sequence[RankRun]) -> dict[int, str]:
+    """Return the file of the rank that ran each stage."""
+    files: dict[int, str] = {}
+    for run in runs:
+        for stage in sorted({op.stage for step in run.steps for op in step.ops}):
+            if stage in files:
+                both, remedy = (files[stage], run.trace.file), "give the ranks of one pipeline, of a single replica"
+                raise InputError("stage {stage} ran in both {files[0]} and {files[1]}", stage=stage, files=both, remedy=remedy)
+            files[stage] = run.trace.file
+    return files
+
+
 def _require_microbatches(number: int, step: StepOfRanks) -> None:
-    found = {op.microbatch for part in step for op in part.ops}
-    if len(found) <= max(found):
-        missing = next(microbatch for microbatch in range(max(found)) if microbatch not in found)
-        sentence, last = "step {step} has passes of microbatch {last}, but none of microbatch {missing}", max(found)
+    microbatches = {op.microbatch for part in step for op in part.ops}
+    if len(microbatches) <= max(microbatches):
+        missing = next(microbatch for microbatch in range(max(microbatches)) if microbatch not in microbatches)
+        sentence, last = "step {step} has passes of microbatch {last}, but none of microbatch {missing}", max(microbatches)
         raise InputError(sentence, step=number, last=last, missing=missing, remedy="record whole steps")
 
 
@@ -108,56 +114,56 @@ def _matched(runs: Sequence[RankRun]) -> list[StepOfRanks]:
         if not common:
             raise InputError("{files} have no profiler step in common", files=listed(run.trace.file for run in runs), remedy=_SAME_STEPS)
         return [tuple(steps[key] for steps in keyed) for key in common]
-    counts = [len(run.steps) for run in runs]
-    if len({*counts}) > 1:
-        found = ", ".join(f"{run.trace.file} has {count}" for run, count in zip(runs, counts, strict=True))
-        raise InputError("the ranks have different numbers of steps: {found}", found=found, remedy=_SAME_STEPS)
+    if len({len(run.steps) for run in runs}) > 1:
+        lengths = ", ".join(f"{run.trace.file} has {len(run.steps)}" for run in runs)
+        raise InputError("the ranks have different numbers of steps: {found}", found=lengths, remedy=_SAME_STEPS)
     return list(zip(*(run.steps for run in runs), strict=True))
 
 
 def _by_label(run: RankRun) -> dict[tuple[int, int], RankStep]:
     """Return the steps of a rank by the profiler's step number and their place in it, since gradients may be accumulated."""
-    found: dict[tuple[int, int], RankStep] = {}
+    by_label: dict[tuple[int, int], RankStep] = {}
     counts: Counter[int] = Counter()
     for step in run.steps:
         assert step.label is not None
-        found[step.label, counts[step.label]] = step
+        by_label[step.label, counts[step.label]] = step
         counts[step.label] += 1
-    return found
+    return by_label
 
 
 def _links(steps: Sequence[StepOfRanks], num_stages: int) -> dict[tuple[int, int], int]:
     """Return the least times from a pass that makes a message to its use, by the ranks of both."""
-    found: dict[tuple[int, int], int] = {}
+    links: dict[tuple[int, int], int] = {}
     for step in steps:
         for sender, receiver, time in _message_times(step, num_stages):
             pair = sender, receiver
-            found[pair] = min(time, found.get(pair, time))
-    return found
+            links[pair] = min(time, links.get(pair, time))
+    return links
 
 
 def _message_times(step: StepOfRanks, num_stages: int) -> Iterator[tuple[int, int, int]]:
     """Yield sender, receiver and time of each message between ranks, except to overlapped passes, which may start without them."""
-    made = {op: (rank, ran.end) for rank, part in enumerate(step) for ran in part.ran for op in ran.step}
+    ends = {op: (rank, ran.end) for rank, part in enumerate(step) for ran in part.ran for op in ran.step}
     for rank, part in enumerate(step):
         for ran in (ran for ran in part.ran if len(ran.step) == 1):
             for value in (value for op in ran.step for value in uses(op, num_stages) if value.value_kind in SENT_BETWEEN_STAGES):
-                source, end = next((made[op] for op in makers(value) if op in made), (rank, 0))
+                source, end = next((ends[op] for op in makers(value) if op in ends), (rank, 0))
                 if source != rank:
                     yield source, rank, ran.start - end
 
 
-def timeline_of(step: StepOfRanks, found: Assembled, name: str) -> Timeline:
+def timeline_of(step: StepOfRanks, run: Assembled, name: str) -> Timeline:
     """Return the timeline of a step with the clocks shifted; it begins with its first pass."""
-    moved = [clock.shift for clock in found.clocks]
+    moved = [clock.shift for clock in run.clocks]
     origin = min((part.ran[0].start + shift for part, shift in zip(step, moved, strict=True)), default=0)
     shifted = [shift - origin for shift in moved]
     rows = tuple(
         tuple(Span(op, ran.start + by, ran.end + by) for ran in part.ran for op in ran.step) for part, by in zip(step, shifted, strict=True)
     )
-    marks = tuple(tuple(_mark(moved, by, found.num_stages) for moved in part.moved) for part, by in zip(step, shifted, strict=True))
+    marks = tuple(tuple(_mark(moved, by, run.num_stages) for moved in part.moved) for part, by in zip(step, shifted, strict=True))
     sums = tuple(
-        tuple(ReplicaSum(one.stage, one.start + by, one.end + by) for one in part.sums) for part, by in zip(step, shifted, strict=True)
+        tuple(ReplicaSum(total.stage, total.start + by, total.end + by) for total in part.sums)
+        for part, by in zip(step, shifted, strict=True)
     )
     return Timeline(name, rows, (), "measured", marks if any(marks) else (), sums if any(sums) else ())
 

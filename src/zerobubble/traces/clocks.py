@@ -33,8 +33,8 @@ class ClockShift(Displayed):
     most: int | None
 
     def _summary(self) -> str:
-        known = [show_ms(bound) if bound is not None else "unknown" for bound in (self.least, self.most)]
-        return f"of rank {self.rank}: {show_ms(self.shift)} added, between {known[0]} and {known[1]} by the messages"
+        shown = [show_ms(bound) if bound is not None else "unknown" for bound in (self.least, self.most)]
+        return f"of rank {self.rank}: {show_ms(self.shift)} added, between {shown[0]} and {shown[1]} by the messages"
 
 
 def shifts(links: Links, hosts: Sequence[str]) -> tuple[ClockShift, ...]:
@@ -75,20 +75,20 @@ def _chosen(links: Links, owners: Sequence[str]) -> list[float]:
         )
     numbers = {name: number for number, name in enumerate(names)}
     below, above = _bounds({(numbers[a], numbers[b]): least for (a, b), least in joined.items()}, range(len(names)), numbers[owners[0]])
-    found = [needed[name] - needed[owners[0]] for name in names]
+    shifts = [needed[name] - needed[owners[0]] for name in names]
     widths = [above[number] - below[number] for number in range(len(names))]
-    if max(map(abs, found)) > max(widths):
-        found = [(above[number] + below[number]) / 2 for number in range(len(names))]
-    return [found[numbers[owner]] for owner in owners]
+    if max(map(abs, shifts)) > max(widths):
+        shifts = [(above[number] + below[number]) / 2 for number in range(len(names))]
+    return [shifts[numbers[owner]] for owner in owners]
 
 
 def _joined(links: Links, owners: Sequence[str]) -> dict[tuple[str, str], int]:
     """The links between owners of clocks; what contradicts itself on one clock stays, as a link of an owner to itself."""
-    found: dict[tuple[str, str], int] = {}
+    joined: dict[tuple[str, str], int] = {}
     for (sender, receiver), least in links.items():
         pair = owners[sender], owners[receiver]
-        found[pair] = min(least, found.get(pair, least))
-    return found
+        joined[pair] = min(least, joined.get(pair, least))
+    return joined
 
 
 def _least_shifts(links: Mapping[tuple[str, str], int], names: Sequence[str]) -> dict[str, float] | None:

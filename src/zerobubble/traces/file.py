@@ -36,7 +36,7 @@ class Event(NamedTuple):
     end: int
 
 
-class Kernel(NamedTuple):
+class GpuKernel(NamedTuple):
     """A kernel or copy on a stream of a GPU, and the time when the host launched it; None if the trace lacks it."""
 
     name: str
@@ -67,7 +67,7 @@ class RankTrace:
     passes: list[Event] = field(default_factory=list)
     transfers: list[Event] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[GpuKernel] = field(default_factory=list)
 
 
 def read_rank(file: str | os.PathLike[str]) -> RankTrace:
@@ -82,8 +82,8 @@ def read_rank(file: str | os.PathLike[str]) -> RankTrace:
     if not trace.passes:
         message = "{name} has {num_events} events but no range of a pipeline pass, such as PP:2F0: {remedy}"
         raise InputError(message, name=name, num_events=len(events), remedy=HOW_TO_NAME)
-    for found in (trace.passes, trace.transfers, trace.steps):
-        found.sort(key=lambda event: (event.start, -event.end))
+    for ranges in (trace.passes, trace.transfers, trace.steps):
+        ranges.sort(key=lambda event: (event.start, -event.end))
     return trace
 
 
@@ -170,8 +170,8 @@ def _collect(trace: RankTrace, events: list[Any], base: int) -> None:
         elif category in ("user_annotation", "cpu_op") and _COMMUNICATION.match(name):
             trace.transfers.append(_event(trace.file, number, raw, base))
     launches.pop(None, None)
-    found = (Kernel(*event, stream, launches.get(correlation)) for event, stream, correlation in kernels)
-    trace.kernels = sorted(found, key=lambda kernel: kernel.start)
+    kernel_events = (GpuKernel(*event, stream, launches.get(correlation)) for event, stream, correlation in kernels)
+    trace.kernels = sorted(kernel_events, key=lambda kernel: kernel.start)
 
 
 def _argument(raw: dict[str, Any], key: str) -> Any:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zerobubble.errors import InputError, ParseError
-from zerobubble.export.torch_cells import Cell, End, WeightAction, Weights, parse_cell
+from zerobubble.export.torch_cells import Cell, MessageEnd, WeightAction, Weights, parse_cell
 from zerobubble.ir import Kind, Op, Step
 from zerobubble.kinds import SENT_BETWEEN_STAGES, traits_of
 from zerobubble.timeline import Doing, ReplicaSum
 from zerobubble.traces.file import RankTrace, step_number
-from zerobubble.traces.times import Action, Times, times_of
+from zerobubble.traces.times import Action, TraceTimes, times_of
 
 _WITHOUT_STAGE = {"Forward": Kind.F, "Backward": Kind.BW}
 """The ranges of PyTorch's GPipe, which name a microbatch but no stage, since a rank has one."""
@@ -34,7 +34,7 @@ class Moved(NamedTuple):
     """A message that a rank sent, or waited for until `end`."""
 
     doing: Doing
-    cell: End
+    cell: MessageEnd
     start: int
     end: int
 
@@ -75,7 +75,7 @@ def run_of(trace: RankTrace) -> RankRun:
 
 def _actions(trace: RankTrace) -> tuple[list[Action], list[str]]:
     """The ranges as actions, in their order, and a note on those that are not known."""
-    found: list[Action] = []
+    actions: list[Action] = []
     unknown: Counter[str] = Counter()
     is_named = any(event.name.startswith("PP:") for event in trace.passes)
     for event in (event for event in trace.passes if event.name.startswith("PP:") is is_named):
@@ -84,12 +84,12 @@ def _actions(trace: RankTrace) -> tuple[list[Action], list[str]]:
         except ParseError:
             unknown[event.name] += 1
             continue
-        if found and found[-1].cell == cell and event.start < found[-1].end:
-            found[-1] = found[-1]._replace(begins=event.start)
+        if actions and actions[-1].cell == cell and event.start < actions[-1].end:
+            actions[-1] = actions[-1]._replace(begins=event.start)
         else:
-            found.append(Action(cell, event.start, event.end))
+            actions.append(Action(cell, event.start, event.end))
     some = ", ".join(list(unknown)[:3])
-    return found, [f"{trace.file}: {unknown.total()} ranges that are no known action were left out: {some}"] if unknown else []
+    return actions, [f"{trace.file}: {unknown.total()} ranges that are no known action were left out: {some}"] if unknown else []
 
 
 def _cell(name: str) -> Cell:
@@ -117,11 +117,11 @@ def _cut(trace: RankTrace, actions: Sequence[Action]) -> Iterator[tuple[int | No
     yield before, part
 
 
-def _filled(label: int | None, actions: Sequence[Action], times: Times) -> RankStep:
+def _filled(label: int | None, actions: Sequence[Action], times: TraceTimes) -> RankStep:
     step = RankStep(label)
-    arrivals: dict[End, int] = {}
+    arrivals: dict[MessageEnd, int] = {}
     for action in actions:
-        if isinstance(action.cell, End):
+        if isinstance(action.cell, MessageEnd):
             _add_message(step, action, action.cell, times, arrivals)
         elif isinstance(action.cell, Weights):
             interval = times.summed(action) if action.cell.action is WeightAction.REDUCE_GRAD else None
@@ -132,7 +132,7 @@ def _filled(label: int | None, actions: Sequence[Action], times: Times) -> RankS
     return step
 
 
-def _add_message(step: RankStep, action: Action, cell: End, times: Times, arrivals: dict[End, int]) -> None:
+def _add_message(step: RankStep, action: Action, cell: MessageEnd, times: TraceTimes, arrivals: dict[MessageEnd, int]) -> None:
     """Note a message that was sent; of one that was asked for, when it came, for the pass that waits for it."""
     interval = times.moved(action)
     if interval is not None and cell.is_send:
@@ -141,7 +141,7 @@ def _add_message(step: RankStep, action: Action, cell: End, times: Times, arriva
         arrivals[cell] = interval[1]
 
 
-def _add_passes(step: RankStep, action: Action, passes: Step, times: Times, arrivals: Mapping[End, int]) -> None:
+def _add_passes(step: RankStep, action: Action, passes: Step, times: TraceTimes, arrivals: Mapping[MessageEnd, int]) -> None:
     """Note the passes of a range. Of two that PyTorch overlaps, the second may wait for its message while the first one runs."""
     awaited = [cell for cell in _messages_of(passes[0]) if cell in arrivals]
     start, end = times.ran(action, [arrivals[cell] for cell in awaited])
@@ -152,8 +152,10 @@ def _add_passes(step: RankStep, action: Action, passes: Step, times: Times, arri
     step.ran.append(Ran(passes, start, end))
 
 
-def _messages_of(op: Op) -> list[End]:
+def _messages_of(op: Op) -> list[MessageEnd]:
     """The passes of other ranks whose messages a pass may have to wait for."""
     return [
-        End(False, value_kind, op.stage, op.microbatch) for value_kind, _ in traits_of(op.kind).uses if value_kind in SENT_BETWEEN_STAGES
+        MessageEnd(False, value_kind, op.stage, op.microbatch)
+        for value_kind, _ in traits_of(op.kind).uses
+        if value_kind in SENT_BETWEEN_STAGES
     ]

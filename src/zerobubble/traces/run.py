@@ -158,9 +158,9 @@ class TracedRun(Displayed):
 
 def _require_same_order(wanted: Schedule, ran: Schedule, recognition: Recognition) -> None:
     for rank, (row, other) in enumerate(zip_longest(wanted.rows, ran.rows, fillvalue=())):
-        for place, (op, found) in enumerate(zip_longest(row, other)):
-            if op != found:
-                op_in_row, in_trace = op or "nothing more", found or "nothing more"
+        for place, (op, traced) in enumerate(zip_longest(row, other)):
+            if op != traced:
+                op_in_row, in_trace = op or "nothing more", traced or "nothing more"
                 reason = f"rank {rank} of {wanted.name} has {op_in_row} at place {place}, the trace {in_trace}"
                 raise InputError("{reason}; of the schedule in the trace: {recognition}", reason=str(reason), recognition=recognition)
 
@@ -174,21 +174,21 @@ class _CostsOfSteps(dict[int | None, tuple[Costs, tuple[int, ...]]]):
 
     def __missing__(self, step: int | None) -> tuple[Costs, tuple[int, ...]]:
         timelines = self._run.steps_like(step)
-        found = self[step] = _costs_of(timelines, _schedule_of(timelines[0]))
-        return found
+        fitted = self[step] = _costs_of(timelines, _schedule_of(timelines[0]))
+        return fitted
 
 
 def _costs_of(timelines: Sequence[Timeline], schedule: Schedule) -> tuple[Costs, tuple[int, ...]]:
     """The medians over the steps, column by column, and the links of which nothing is known."""
     fitted = [fit_costs(timeline) for timeline in timelines]
     columns = {
-        name: tuple(map(median_low, zip(*(each.column(name) for each in fitted), strict=True)))
+        name: tuple(map(median_low, zip(*(costs.column(name) for costs in fitted), strict=True)))
         for name in (*fitted[0].time_columns, "hidden", "reduce")
     }
     times = [[time for time in link if time is not None] for link in zip(*map(link_times, timelines), strict=True)]
-    comm = tuple(median_low(found) if found else 0 for found in times)
+    comm = tuple(median_low(measured) if measured else 0 for measured in times)
     costs = replace(fitted[0], comm=comm, placement=schedule.placement).with_columns(**columns)
-    return costs, tuple(link for link, found in enumerate(times) if not found)
+    return costs, tuple(link for link, measured in enumerate(times) if not measured)
 
 
 def _schedule_of(timeline: Timeline) -> Schedule:
@@ -200,14 +200,14 @@ def _schedule_of(timeline: Timeline) -> Schedule:
 def _named(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
     """Returns the timelines with the names of the known schedules that they are."""
     names: dict[object, str] = {}
-    found = []
+    named = []
     for timeline in timelines:
         rows = tuple(tuple(tuple(span.op for span in spans) for spans in steps_of(row)) for row in timeline.rows)
         if rows not in names:
             recognition = recognize(_schedule_of(timeline))
             names[rows] = recognition.name if recognition.exact else timeline.name
-        found.append(replace(timeline, name=names[rows]))
-    return tuple(found)
+        named.append(replace(timeline, name=names[rows]))
+    return tuple(named)
 
 
 def _rows_of(timeline: Timeline) -> tuple[tuple[Op, ...], ...]:
@@ -237,9 +237,9 @@ def read_trace(files: Sequence[str | os.PathLike[str]]) -> TracedRun:
     clocks = {run.clock for run in runs}
     if len(clocks) > 1:
         raise InputError("some traces have kernels and some do not", remedy="record all ranks with the same activities of the profiler")
-    found = assembled(runs)
-    timelines = _named(timeline_of(step, found, "traced") for step in found.steps)
+    whole = assembled(runs)
+    timelines = _named(timeline_of(step, whole, "traced") for step in whole.steps)
     notes = tuple(note for run in runs for note in run.notes)
     return TracedRun(
-        tuple(run.trace.file for run in runs), timelines, tuple(step[0].label for step in found.steps), clocks.pop(), found.clocks, notes
+        tuple(run.trace.file for run in runs), timelines, tuple(step[0].label for step in whole.steps), clocks.pop(), whole.clocks, notes
     )

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from zerobubble.errors import InputError
-from zerobubble.export.torch_cells import Cell, End, SendWait, Weights
+from zerobubble.export.torch_cells import Cell, MessageEnd, SendWait, Weights
 from zerobubble.ir import Step
-from zerobubble.traces.file import Event, Kernel, RankTrace
+from zerobubble.traces.file import Event, GpuKernel, RankTrace
 
 
 class Action(NamedTuple):
@@ -27,14 +27,14 @@ class Action(NamedTuple):
     @property
     def step(self) -> Step | None:
         """The passes that it runs; None for messages and weights."""
-        return None if isinstance(self.cell, (End, SendWait, Weights)) else self.cell
+        return None if isinstance(self.cell, (MessageEnd, SendWait, Weights)) else self.cell
 
 
 Interval = tuple[int, int]
 """Start and end in ns since the epoch."""
 
 
-class Times(Protocol):
+class TraceTimes(Protocol):
     """Reads off a trace when actions took place; `name` says by which clock."""
 
     name: str
@@ -52,7 +52,7 @@ class Times(Protocol):
         """Notes for readers of these times."""
 
 
-def times_of(trace: RankTrace, actions: Sequence[Action]) -> Times:
+def times_of(trace: RankTrace, actions: Sequence[Action]) -> TraceTimes:
     """The times of the GPU where the trace has its kernels, or else those of the host."""
     return KernelTimes(trace, actions) if trace.kernels else HostTimes(trace)
 
@@ -68,28 +68,28 @@ class HostTimes:
 
     def _within(self, action: Action, word: str) -> list[Event]:
         """The transfers that were begun in the action and whose names have `word`."""
-        found = self._trace.transfers[bisect_left(self._starts, action.start) : bisect_right(self._starts, action.end)]
-        return [event for event in found if word in event.name]
+        transfers = self._trace.transfers[bisect_left(self._starts, action.start) : bisect_right(self._starts, action.end)]
+        return [event for event in transfers if word in event.name]
 
     def ran(self, action: Action, arrivals: Sequence[int]) -> Interval:
         """From the end of the wait to the end of the range. GPipe's ranges ask for messages and send them, too."""
-        own = [event.end for event in self._within(action, "recv")]
-        begin = max([action.start, *arrivals, *own]) if action.begins is None else action.begins
+        received = [event.end for event in self._within(action, "recv")]
+        begin = max([action.start, *arrivals, *received]) if action.begins is None else action.begins
         end = min([action.end, *(event.start for event in self._within(action, "send"))])
         return min(begin, end), end
 
     def moved(self, action: Action) -> Interval | None:
         """A send lasts as long as its call; what is received, until it is there."""
-        assert isinstance(action.cell, End)
+        assert isinstance(action.cell, MessageEnd)
         if action.cell.is_send:
             return action.start, action.end
-        found = self._within(action, "recv")
-        return (action.start, max(event.end for event in found)) if found else None
+        receives = self._within(action, "recv")
+        return (action.start, max(event.end for event in receives)) if receives else None
 
     def summed(self, action: Action) -> Interval | None:
         """The range, where it communicates; dividing gradients alone is no sum."""
-        found = self._within(action, "reduce")
-        return (action.start, max(action.end, *(event.end for event in found))) if found else None
+        reduces = self._within(action, "reduce")
+        return (action.start, max(action.end, *(event.end for event in reduces))) if reduces else None
 
     def notes(self) -> list[str]:
         """A note where there is a GPU whose kernels are missing."""
@@ -107,13 +107,13 @@ class KernelTimes:
     name = "kernels"
 
     def __init__(self, trace: RankTrace, actions: Sequence[Action]) -> None:
-        known = [(kernel.launched, kernel) for kernel in trace.kernels if kernel.launched is not None]
-        known.sort(key=lambda pair: pair[0])
-        self._launches, self._kernels = [launch for launch, _ in known], [kernel for _, kernel in known]
+        launched = [(kernel.launched, kernel) for kernel in trace.kernels if kernel.launched is not None]
+        launched.sort(key=lambda pair: pair[0])
+        self._launches, self._kernels = [launch for launch, _ in launched], [kernel for _, kernel in launched]
         self._file, self._end, self._empty = trace.file, 0, 0
         self._stream = self._busiest(action for action in actions if action.step)
 
-    def _within(self, action: Action) -> list[Kernel]:
+    def _within(self, action: Action) -> list[GpuKernel]:
         """The kernels that were launched in the action."""
         return self._kernels[bisect_left(self._launches, action.start) : bisect_right(self._launches, action.end)]
 
@@ -130,13 +130,13 @@ class KernelTimes:
 
     def ran(self, action: Action, arrivals: Sequence[int]) -> Interval:
         """From the first to the last kernel. A pass without kernels takes no time."""
-        own = [kernel for kernel in self._within(action) if kernel.stream == self._stream and not kernel.communicates]
-        if not own:
+        computing = [kernel for kernel in self._within(action) if kernel.stream == self._stream and not kernel.communicates]
+        if not computing:
             self._empty += 1
             begin = max(self._end, action.start, *arrivals)
             return begin, begin
-        self._end = max(kernel.end for kernel in own)
-        return min(kernel.start for kernel in own), self._end
+        self._end = max(kernel.end for kernel in computing)
+        return min(kernel.start for kernel in computing), self._end
 
     def moved(self, action: Action) -> Interval | None:
         """The kernels that move the message."""
@@ -151,5 +151,5 @@ class KernelTimes:
         return [f"{self._file}: {self._empty} passes launched no kernel and count as taking no time"] if self._empty else []
 
 
-def _around(kernels: Sequence[Kernel]) -> Interval | None:
+def _around(kernels: Sequence[GpuKernel]) -> Interval | None:
     return (min(kernel.start for kernel in kernels), max(kernel.end for kernel in kernels)) if kernels else None
