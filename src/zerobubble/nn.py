@@ -49,8 +49,8 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
     and input whose gradient differs by more than `tolerance` of its norm. Changes neither `module` nor torch's random state.
     """
     state = RandomState.now(next((tensor.device for tensor in (*module.parameters(), *inputs)), torch.device("cpu")))
-    whole, _ = _gradients(module, inputs, state, split=False)
-    split, waited = _gradients(module, inputs, state, split=True)
+    whole, _ = _gradients(module, inputs, state, "whole")
+    split, waited = _gradients(module, inputs, state, "deferred")
     wrong = [name for name in whole if not _close(split[name], whole[name], tolerance)]
     if wrong:
         message = "the split changes the gradient of {wrong}; {remedy}"
@@ -59,20 +59,20 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
 
 
 def _gradients(
-    module: nn.Module, inputs: tuple[Tensor, ...], state: RandomState, split: bool
+    module: nn.Module, inputs: tuple[Tensor, ...], state: RandomState, way: str
 ) -> tuple[dict[str, Tensor | None], tuple[str, ...]]:
-    """Runs a copy of `module` from a random `state`; returns its gradients by name, and the parameters whose gradients were deferred."""
+    """Runs a copy of `module` from a random `state`, split in this `way`; returns its gradients by name, and the deferred parameters."""
     state.set()
     copied = copy.deepcopy(module)
     leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
-    stage = make_stage("deferred" if split else "whole", copied, 0)
+    stage = make_stage(way, copied, 0)
     try:
         with torch.enable_grad(), stage.stepping():
             outputs = [y for y in stage.forward(0, leaves) if y.requires_grad]
             of_outputs = tuple(torch.linspace(-1, 1, y.numel(), device="cpu").view_as(y).to(y) for y in outputs)
             of_inputs = iter(stage.backward(0, of_outputs))
             before = {name for name, p in copied.named_parameters() if p.grad is None}
-            if split:
+            if way == "deferred":
                 stage.weight(0)
     finally:
         state.set()

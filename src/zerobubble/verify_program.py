@@ -194,8 +194,7 @@ def _buffer_faults(numbered: _Numbered, rank: int) -> list[Fault]:
     here: set[int] = set()
     freed: set[int] = set()
     faults: list[Fault] = []
-    computed = [(position, numbers.needed) for position, numbers in enumerate(row) if isinstance(numbers.action, Compute)]
-    last_use = {number: position for position, needed in computed for number in needed}
+    last_use = {number: place for place, numbers in enumerate(row) if isinstance(numbers.action, Compute) for number in numbers.needed}
     sent = {numbers.needed[0] for numbers in row if isinstance(numbers.action, Send)}
     for position, (action, needed, made_numbers, _) in enumerate(row):
         faults += [_absent(rank, position, action, numbered.value(number), number in freed) for number in needed if number not in here]

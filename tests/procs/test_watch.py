@@ -30,7 +30,7 @@ from zerobubble.run_folder import HEADER, log_name
 from zerobubble.runtime.hooks import step_recorder, telemetry
 from zerobubble.watch.figures import figures
 from zerobubble.watch.page import page_parts, timeline_parts
-from zerobubble.watch.run import Run, State
+from zerobubble.watch.run import RunState, WatchedRun
 
 STEPS = 6
 
@@ -42,7 +42,7 @@ def record(group: Any, folder: Path, *, killed: bool = False) -> tuple[list[floa
         costs = pipe.profile(*batch(4))
         pipe.attach(zb.hooks.Telemetry(seen.append, folder=folder, costs=costs, detail_every=2))
         losses = [pipe.step(*batch(4)).item() for _ in range(STEPS)]
-        state = figures(Run(str(folder)))
+        state = figures(WatchedRun(str(folder)))
         if killed:
             if pipe.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -59,8 +59,8 @@ def test_one_report_in_so_many_has_details_and_some_of_the_first(every: int, rep
 def test_a_run_is_watched_while_it_goes_on_and_once_it_is_closed(world: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     outcomes = world.run(record, folder, ranks=2)
-    run = Run(str(folder))
-    assert run.status().state is State.CLOSED
+    run = WatchedRun(str(folder))
+    assert run.status().state is RunState.CLOSED
     for rank, (losses, seen, costs, before) in enumerate(outcomes):
         assert before["status"]["state"] in ("begins", "running")
         log = run.logs[rank]
@@ -91,7 +91,7 @@ def test_a_run_is_watched_while_it_goes_on_and_once_it_is_closed(world: Ranks, t
 def test_a_continued_run_keeps_its_folder_and_another_is_refused(world: Ranks, tmp_path: Path) -> None:
     for _ in range(2):
         world.run(record, tmp_path / "run", ranks=2)
-    state = figures(Run(str(tmp_path / "run")))
+    state = figures(WatchedRun(str(tmp_path / "run")))
     assert (state["status"]["state"], state["step"], state["unreadable_lines"]) == ("ended", STEPS - 1, {})
     assert all(world.run(record_twice, tmp_path / "twice", ranks=2))
 
@@ -110,9 +110,9 @@ def test_the_watch_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     finally:
         ranks.kill()
     assert [state for state, _ in outcomes] == ["ok", "gone", "ok"]
-    run = Run(str(tmp_path / "run"))
+    run = WatchedRun(str(tmp_path / "run"))
     status = run.status()
-    assert (status.state, status.rank) == (State.FAILED, 1)
+    assert (status.state, status.rank) == (RunState.FAILED, 1)
     assert "rank 1" in status.why
     assert run.logs[1].end is None
     assert run.logs[0].end is not None
@@ -278,7 +278,7 @@ def test_the_page_on_watching_records_a_run(tmp_path: Path) -> None:
     lines, program = programs_of("docs/watch.md")
     before, after = re.split(r"    costs = .*\n    pipe\.attach\(.*\n", program)
     run_forked(f"{before}    y = torch.sin(x)\n{indent(lines, '    ')}{after}", tmp_path, 2)
-    state = figures(Run(str(tmp_path / "runs/first")))
+    state = figures(WatchedRun(str(tmp_path / "runs/first")))
     assert state["status"]["state"] == "ended"
     assert state["planned"] is not None
     assert torch.tensor([loss for _, loss in state["series"]["loss"]]).diff().mean() < 0
@@ -305,26 +305,26 @@ def test_a_run_that_ends_on_a_full_disk_has_ended(tmp_path: Path, failure: zb.Pi
     keeper.keep(steps[:1], 0)
     log = tmp_path / log_name(0)
     size = log.stat().st_size
-    run = Run(str(tmp_path))
+    run = WatchedRun(str(tmp_path))
     with full_disk(size + 5):
         with pytest.raises(OSError, match="large"):
             keeper.keep(steps[1:], 0)
         assert log.stat().st_size == size, "no part of a line"
         run.refresh()
-        assert run.status().state is State.RUNS
+        assert run.status().state is RunState.RUNS
         keeper.close(failure)
-    for read in (run, Run(str(tmp_path))):
+    for read in (run, WatchedRun(str(tmp_path))):
         read.refresh()
         status = read.status()
         assert read.step == 0
         assert figures(read)["unreadable_lines"] == {}
         if failure is None:
-            assert status.state is State.CLOSED
+            assert status.state is RunState.CLOSED
         else:
-            assert (status.state, status.rank, status.op) == (State.FAILED, 0, "run 0F1")
+            assert (status.state, status.rank, status.op) == (RunState.FAILED, 0, "run 0F1")
             assert str(failure).startswith(status.why)
     step_recorder.FolderKeeper(tmp_path, 0, 1, zb.make("1f1b", 1, 2), None).close(None)
-    assert Run(str(tmp_path)).status().state is State.CLOSED
+    assert WatchedRun(str(tmp_path)).status().state is RunState.CLOSED
 
 
 def attached_where_nothing_can_be_written(group: Any, folder: Path) -> float:
@@ -343,7 +343,7 @@ def attached_where_nothing_can_be_written(group: Any, folder: Path) -> float:
 def test_a_folder_that_cannot_be_written_leaves_the_pipeline_open(world: Ranks, tmp_path: Path) -> None:
     losses = world.run(attached_where_nothing_can_be_written, tmp_path, ranks=2)
     assert losses[0] == losses[1]
-    assert Run(str(tmp_path / "run")).status().state is State.CLOSED
+    assert WatchedRun(str(tmp_path / "run")).status().state is RunState.CLOSED
 
 
 def test_telemetry_writes_through_no_link_in_its_folder(tmp_path: Path) -> None:
@@ -368,4 +368,4 @@ def test_telemetry_writes_through_no_link_in_its_folder(tmp_path: Path) -> None:
     step_recorder.FolderKeeper(linked, 0, 1, schedule, None).close(None)
     assert precious.read_text() == "mine"
     assert not (tmp_path / "missing").exists()
-    assert Run(str(linked)).status().state is State.CLOSED
+    assert WatchedRun(str(linked)).status().state is RunState.CLOSED

@@ -20,10 +20,10 @@ from zerobubble import Costs, InputError, simulate
 from zerobubble.cli import main
 from zerobubble.run_folder import HEADER, StepReport, drifts, log_name, to_line
 from zerobubble.timeline import Timeline
-from zerobubble.watch.app import Watch
+from zerobubble.watch.app import WatchApp
 from zerobubble.watch.figures import figures
 from zerobubble.watch.page import page_parts, timeline_parts
-from zerobubble.watch.run import Run, State
+from zerobubble.watch.run import RunState, WatchedRun
 from zerobubble.watch.series import MOST_BINS, Series, mean_of
 
 
@@ -62,7 +62,7 @@ def test_why_a_run_is_slower_than_its_plan(tmp_path: Path) -> None:
     """The sentence has the passes, their rank and who waits, and the time outside of passes if it is most of the excess."""
     recorded = Recorded(tmp_path / "run", slow=1.5)
     recorded.step(3)
-    run = Run(str(recorded.folder))
+    run = WatchedRun(str(recorded.folder))
     assert (run.difference, figures(run)["outcome"]) == (None, "")
     slow = simulate(SCHEDULE, Costs.from_ms((10, 30), (10, 10), (8, 8), 0.5))
     recorded.details(3, slow)
@@ -91,7 +91,7 @@ def test_why_a_run_is_slower_than_its_plan(tmp_path: Path) -> None:
 def test_a_run_without_costs_says_what_a_comparison_needs(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "run", costs=None)
     recorded.step(0)
-    run = Run(str(recorded.folder))
+    run = WatchedRun(str(recorded.folder))
     states(page_parts([run], [figures(run)])["why"], "costs=", "profile")
 
 
@@ -99,9 +99,9 @@ def test_a_run_is_called_by_its_folder_and_by_its_path_among_equal_names(tmp_pat
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     paths = [Recorded(tmp_path / place / "run").folder for place in ("a", "b")]
-    (alone,) = Watch([Run(str(paths[0]))]).states()
+    (alone,) = WatchApp([WatchedRun(str(paths[0]))]).states()
     assert (alone["title"], alone["run"]) == ("run", str(paths[0]))
-    assert [state["title"] for state in Watch([Run(str(path)) for path in paths]).states()] == list(map(str, paths))
+    assert [state["title"] for state in WatchApp([WatchedRun(str(path)) for path in paths]).states()] == list(map(str, paths))
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -116,15 +116,15 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     data = json.loads(header.read_text())
     header.write_text(json.dumps(data | {"format": "zerobubble run 9"}))
     with raises(InputError, got="zerobubble run 9", expected="zerobubble run 1"):
-        Run(str(run.folder))
+        WatchedRun(str(run.folder))
     for damaged in ("{", "[]", json.dumps(data | {"schedule": 3}), json.dumps(data | {"costs": {}})):
         header.write_text(damaged)
         with raises(InputError, file=str(header)):
-            Run(str(run.folder))
+            WatchedRun(str(run.folder))
 
 
 def test_a_last_line_counts_once_it_is_complete(recorded: Recorded) -> None:
-    run, log = Run(str(recorded.folder)), recorded.folder / log_name(0)
+    run, log = WatchedRun(str(recorded.folder)), recorded.folder / log_name(0)
     line = to_line({"at": time.time(), **StepReport(30, 0.3, 0.5, 0.1, None).to_dict()})
     for part in (line[:40], line[40:]):
         assert run.step == 29
@@ -139,19 +139,19 @@ def test_the_rest_of_a_killed_process_is_passed_over(recorded: Recorded) -> None
     with (recorded.folder / log_name(1)).open("a") as file:
         file.write('{"at":17,"step"\n{"step": 5}\n[3]\n7\n')
     recorded.step(30)
-    run = Run(str(recorded.folder))
+    run = WatchedRun(str(recorded.folder))
     assert (run.step, figures(run)["unreadable_lines"]) == (30, {log_name(1): 4})
 
 
 def test_a_continued_run_replaces_the_steps_that_it_repeats(recorded: Recorded) -> None:
     recorded.end(0)
     recorded.end(1)
-    assert Run(str(recorded.folder)).status().state is State.CLOSED
+    assert WatchedRun(str(recorded.folder)).status().state is RunState.CLOSED
     for rank in range(2):
         on_this_host(recorded, rank, os.getpid())
     for number in range(20, 25):
         recorded.step(number, loss=7.0)
-    points = figures(Run(str(recorded.folder)))["series"]["loss"]
+    points = figures(WatchedRun(str(recorded.folder)))["series"]["loss"]
     assert [step for step, _ in points] == list(range(25))
     assert [loss for _, loss in points[20:]] == [7.0] * 5
 
@@ -159,31 +159,31 @@ def test_a_continued_run_replaces_the_steps_that_it_repeats(recorded: Recorded) 
 def test_each_state_of_a_run_is_recognized(tmp_path: Path) -> None:
     run = Recorded(tmp_path / "run")
 
-    def status() -> tuple[State, int | None]:
-        found = Run(str(run.folder)).status()
+    def status() -> tuple[RunState, int | None]:
+        found = WatchedRun(str(run.folder)).status()
         return found.state, found.rank
 
-    assert status() == (State.BEGINS, None)
+    assert status() == (RunState.BEGINS, None)
     run.step(0, at=time.time() - 1000)
-    assert status() == (State.SILENT, None)
+    assert status() == (RunState.SILENT, None)
     run.step(1)
-    assert status() == (State.RUNS, None)
+    assert status() == (RunState.RUNS, None)
     on_this_host(run, 1, 4242)
     with (run.folder / log_name(1)).open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert status() == (State.RUNS, None)
-    assert status() == (State.GONE, 1)
-    assert "4242" in Run(str(run.folder)).status().why
+        assert status() == (RunState.RUNS, None)
+    assert status() == (RunState.GONE, 1)
+    assert "4242" in WatchedRun(str(run.folder)).status().why
     run.end(0, {"message": "rank 1 is gone", "rank": 1, "op": "run 1F3"})
-    assert Run(str(run.folder)).status()[2:] == ("rank 1 is gone", 1, "run 1F3")
-    assert status() == (State.FAILED, 1)
+    assert WatchedRun(str(run.folder)).status()[2:] == ("rank 1 is gone", 1, "run 1F3")
+    assert status() == (RunState.FAILED, 1)
 
 
 def test_the_timeline_is_of_a_step_that_all_ranks_recorded(recorded: Recorded) -> None:
     plan = simulate(SCHEDULE, COSTS)
     recorded.details(10)
     recorded.details(20, slot=1, ranks=(0,))
-    run = Run(str(recorded.folder))
+    run = WatchedRun(str(recorded.folder))
     assert run.details is not None
     assert run.details_step == 10
     # Rank 1's counter was ahead by 1000 ns at the same wall-clock time.
@@ -199,7 +199,7 @@ def test_without_costs_drift_is_from_the_first_steps(tmp_path: Path) -> None:
     for number in range(60):
         run.slow = 1.0 if number < 20 else 1.25
         run.step(number)
-    state = figures(Run(str(run.folder)))
+    state = figures(WatchedRun(str(run.folder)))
     assert state["planned"] is None
     assert {row["passes"]: round(row["drift"], 6) for row in state["passes"] if row["stage"] == 1} == {"1F": 0.25, "1B": 0.25, "1W": 0.25}
 
@@ -209,7 +209,7 @@ def test_runs_are_compared_on_one_axis(recorded: Recorded, tmp_path: Path) -> No
     other.step(0)
     for each in (recorded, other):
         each.details(0)
-    runs = [Run(str(recorded.folder)), Run(str(other.folder))]
+    runs = [WatchedRun(str(recorded.folder)), WatchedRun(str(other.folder))]
     parts = page_parts(runs, [figures(run) for run in runs])
     assert "<other>" not in "".join(parts[name] for name in ("status", "cards", "lead", "tables"))
     assert [len(chart["runs"]) for chart in parts["charts"][:3]] == [2, 2, 2]
@@ -227,7 +227,7 @@ def test_losses_that_are_no_numbers_are_kept(tmp_path: Path) -> None:
     run = Recorded(tmp_path / "run")
     run.step(0, loss=float("nan"))
     run.step(1, loss=float("inf"))
-    state = figures(Run(str(run.folder)))
+    state = figures(WatchedRun(str(run.folder)))
     assert (state["step"], state["loss"], state["series"]["loss"]) == (1, None, [])
 
 
@@ -257,6 +257,6 @@ def test_a_wider_bin_has_the_mean_of_its_steps_not_of_its_bins() -> None:
 
 def test_a_timeline_of_a_run_reads_as_any_other(recorded: Recorded) -> None:
     recorded.details(3)
-    details = Run(str(recorded.folder)).details
+    details = WatchedRun(str(recorded.folder)).details
     assert details is not None
     assert Timeline.from_dict(details.to_dict()) == details

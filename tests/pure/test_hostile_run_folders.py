@@ -23,7 +23,7 @@ from zerobubble.run_folder import BEGIN, FORM, HEADER, MOST_RANKS, log_name
 from zerobubble.watch.figures import figures
 from zerobubble.watch.page import page_parts, timeline_parts
 from zerobubble.watch.rank_log import LONGEST_LINE
-from zerobubble.watch.run import Run
+from zerobubble.watch.run import WatchedRun
 
 LONGEST_S = 10.0
 MOST_BYTES = 200 << 20
@@ -40,18 +40,18 @@ def recorded(tmp_path: Path) -> Recorded:
     return run
 
 
-def shown(run: Run) -> str:
+def shown(run: WatchedRun) -> str:
     """All that the page gets of a run, as the server sends it."""
     run.refresh()
     state = figures(run) | {"now": 0.0}
     return json.dumps([state, page_parts([run], [state]), timeline_parts([run])], allow_nan=False)
 
 
-def kept(run: Run) -> Run:
+def kept(run: WatchedRun) -> WatchedRun:
     return run
 
 
-def outcome(open_run: Callable[[Any], Run], what: Any) -> str:
+def outcome(open_run: Callable[[Any], WatchedRun], what: Any) -> str:
     """What is shown of a run, or the error that names a file of it."""
     try:
         return shown(open_run(what))
@@ -113,13 +113,13 @@ def test_damaged_files_are_named_each_time_and_raise_nothing_else(recorded: Reco
     for seed in range(num_mutations):
         draw = random.Random(seed)
         shutil.copytree(whole, folder, dirs_exist_ok=True)
-        open_before = Run(str(folder))
+        open_before = WatchedRun(str(folder))
         before = shown(open_before)
         file = folder / draw.choice(names)
         draw.choice(MUTATIONS)(file, draw)
         os.utime(file, ns=(seed, seed))
         began = time.process_time()
-        outcomes = [outcome(Run, str(folder)), *(outcome(kept, open_before) for _ in range(2))]
+        outcomes = [outcome(WatchedRun, str(folder)), *(outcome(kept, open_before) for _ in range(2))]
         assert time.process_time() - began < LONGEST_S, seed
         is_refused = [text.startswith("refused") for text in outcomes]
         assert len(set(is_refused)) == 1, (seed, outcomes)
@@ -156,13 +156,13 @@ def link_to_itself(file: Path) -> None:
 @pytest.mark.parametrize("make", [make_pipe, make_socket, link_to_device, link_to_itself, Path.mkdir])
 @pytest.mark.parametrize("name", [HEADER, log_name(0), "rank-1.detail-0.json"])
 def test_only_regular_files_are_read(recorded: Recorded, make: Callable[[Path], None], name: str) -> None:
-    open_before = Run(str(recorded.folder))
+    open_before = WatchedRun(str(recorded.folder))
     file = recorded.folder / name
     file.unlink()
     make(file)
     for _ in range(2):
         with raises(InputError, file=str(file)):
-            Run(str(recorded.folder))
+            WatchedRun(str(recorded.folder))
         with raises(InputError, file=str(file)):
             open_before.refresh()
 
@@ -171,7 +171,7 @@ def peak_of(folder: Path) -> int:
     """The most bytes of Python's memory while a run is shown."""
     tracemalloc.start()
     try:
-        outcome(Run, str(folder))
+        outcome(WatchedRun, str(folder))
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -205,12 +205,12 @@ def test_a_line_takes_memory_by_its_length(recorded: Recorded, damage: Callable[
 
 def test_a_line_that_is_too_long_is_passed_over(recorded: Recorded) -> None:
     long_lines(recorded)
-    run = Run(str(recorded.folder))
+    run = WatchedRun(str(recorded.folder))
     assert (run.step, figures(run)["unreadable_lines"]) == (9, {log_name(0): 2})
 
 
 def test_a_log_that_is_another_file_is_read_from_its_beginning(recorded: Recorded) -> None:
-    run = Run(str(recorded.folder))
+    run = WatchedRun(str(recorded.folder))
     for rank in range(2):
         (recorded.folder / log_name(rank)).unlink()
     other = Recorded(recorded.folder)
@@ -220,7 +220,7 @@ def test_a_log_that_is_another_file_is_read_from_its_beginning(recorded: Recorde
 
 
 def test_a_folder_that_is_gone_is_refused(recorded: Recorded) -> None:
-    run = Run(str(recorded.folder))
+    run = WatchedRun(str(recorded.folder))
     shutil.rmtree(recorded.folder)
     for _ in range(2):
         with raises(InputError, folder=str(recorded.folder)):

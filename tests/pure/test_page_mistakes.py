@@ -17,8 +17,8 @@ from zerobubble.explorer.searching import read_search
 from zerobubble.explorer.workshop import BlockQuestion, made_to_dict, make_block, read_block_question
 from zerobubble.export import dumps
 from zerobubble.run_folder import HEADER, detail_name, log_name
-from zerobubble.watch.app import Watch
-from zerobubble.watch.run import Run
+from zerobubble.watch.app import WatchApp
+from zerobubble.watch.run import WatchedRun
 
 SCHEDULE = make("zb-h1", 4, 8)
 COSTS = dumps(Costs.uniform(4))
@@ -126,7 +126,7 @@ def test_every_field_of_the_page_has_a_remedy() -> None:
 
 @pytest.mark.parametrize("damaged", [HEADER, detail_name(0, 0), "another version", "gone"])
 def test_a_damaged_run_is_named_in_the_page(recorded: Recorded, damaged: str) -> None:
-    watch = Watch([Run(str(recorded.folder))])
+    watch = WatchApp([WatchedRun(str(recorded.folder))])
     header = recorded.folder / HEADER
     if damaged == "gone":
         for file in recorded.folder.iterdir():
@@ -143,7 +143,7 @@ def test_a_damaged_run_is_named_in_the_page(recorded: Recorded, damaged: str) ->
 def test_lines_that_cannot_be_read_are_counted_in_the_page(recorded: Recorded) -> None:
     with (recorded.folder / log_name(1)).open("a") as file:
         file.write("no JSON\n[]\n")
-    status = Watch([Run(str(recorded.folder))]).parts("")["status"]
+    status = WatchApp([WatchedRun(str(recorded.folder))]).parts("")["status"]
     assert f"2 lines of {log_name(1)} cannot be read, and are left out" in status
 
 

@@ -10,7 +10,7 @@ from zerobubble.cli.explore import PageCommand, announcer, server_options
 from zerobubble.cli.inputs.options import json_option
 from zerobubble.explorer.server import require_libraries, serve
 from zerobubble.watch.figures import figures
-from zerobubble.watch.run import Run
+from zerobubble.watch.run import WatchedRun
 
 OPEN_TO_OTHERS = "other machines can open this page; leave out --host to serve this machine only"
 
@@ -32,7 +32,7 @@ def watch(folders: tuple[str, ...], port: int, host: str, no_browser: bool, as_j
       zerobubble watch runs/a runs/b
       zerobubble watch runs/a --json
     """
-    runs = [Run(folder) for folder in dict.fromkeys(folders)]
+    runs = [WatchedRun(folder) for folder in dict.fromkeys(folders)]
     if as_json:
         click.echo(json.dumps([figures(run) for run in runs], indent=2, allow_nan=False))
         return

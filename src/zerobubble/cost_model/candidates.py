@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zerobubble.cost_model.estimate import message_seconds, shared_layers
 from zerobubble.cost_model.held import RUNTIME_BYTES, Parameters, parameters_of, state_bytes
 from zerobubble.cost_model.kernels import Efficiency, Kernels
-from zerobubble.cost_model.parts import Parts
+from zerobubble.cost_model.parts import ModelParts
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
 from zerobubble.cost_model.step import update_seconds
 from zerobubble.errors import InputError
@@ -50,11 +50,11 @@ SCHEDULES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DivisionCandidate:
     """A setting with a schedule; `seconds` and `rank_bytes` are lower bounds on its step time and peak memory."""
 
     setting: Setting
-    parts: Parts
+    parts: ModelParts
     layers: tuple[int, ...]
     tried: TriedSchedule
     num_microbatches: int
@@ -79,26 +79,26 @@ class RankShare(NamedTuple):
 def rank_shares(tried: TriedSchedule, ranks: int, v: int, layers: tuple[int, ...], dense_layers: int) -> tuple[RankShare, ...]:
     """Returns the shares of all ranks without dominated ones."""
     route = tried.placement(ranks, v).routes[0]
-    found: dict[int, RankShare] = {}
+    shares: dict[int, RankShare] = {}
     before = list(accumulate(layers, initial=0))
     dense_before = [min(dense_layers, count) for count in before]
     dense_of = [after - first for first, after in pairwise(dense_before)]
     for stage, rank in enumerate(route):
         dense = dense_of[stage]
-        share = found.get(rank, RankShare(stage, int(stage > 0), dense_before[stage], before[stage] - dense_before[stage], 0, 0, 0, 0))
-        found[rank] = share._replace(
+        share = shares.get(rank, RankShare(stage, int(stage > 0), dense_before[stage], before[stage] - dense_before[stage], 0, 0, 0, 0))
+        shares[rank] = share._replace(
             embeddings=share.embeddings + (stage == 0),
             heads=share.heads + (stage == len(route) - 1),
             dense=share.dense + dense,
             routed=share.routed + layers[stage] - dense,
         )
-    known = set(found.values())
-    return tuple(one for one in known if not any(one != other and all(map(le, one, other)) for other in known))
+    distinct = set(shares.values())
+    return tuple(share for share in distinct if not any(share != other and all(map(le, share, other)) for other in distinct))
 
 
 def candidates(
     base: Setting, efficiency: Efficiency, gpus: int, batch: int, *, pipeline_only: bool = False, smallest: bool = False
-) -> Iterator[Candidate]:
+) -> Iterator[DivisionCandidate]:
     """Yields every way to divide the model of `base` over `gpus` GPUs, for steps of `batch` sequences.
 
     With `pipeline_only`, tp, cp and ep are 1. With `smallest`, only those that keep the fewest activations are listed: microbatches of one
@@ -113,18 +113,18 @@ def candidates(
     ):
         if gpus % (tp * cp) or batch % microbatch:
             continue
-        try:  # with enough replicas for `ep`: `Parts`, the work of a GPU per layer, does not depend on their number
+        try:  # with enough replicas for `ep`: `ModelParts`, the work of a GPU per layer, does not depend on their number
             setting = replace(base, tp=tp, cp=cp, ep=ep, dp=ep, microbatch=microbatch, recompute=recompute)
         except InputError:  # incompatible shapes
             continue
-        parts = Parts.from_setting(setting, kernels)
+        parts = ModelParts.from_setting(setting, kernels)
         for pp in range(1, base.model.layers + 1):
             replicas, rest = divmod(gpus, tp * cp * pp)
             if not rest and batch % (replicas * microbatch) == 0 and tp * cp * replicas % ep == 0:
                 yield from _of_ranks(replace(setting, pp=pp, dp=replicas), kernels, parts, batch // (replicas * microbatch))
 
 
-def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: int) -> Iterator[Candidate]:
+def _of_ranks(setting: Setting, kernels: Kernels, parts: ModelParts, microbatches: int) -> Iterator[DivisionCandidate]:
     """Yields the candidates for one division of the GPUs, by stages per rank and schedule."""
     for v in range(1, MOST_STAGES_OF_A_RANK + 1 if setting.pp > 1 else 2):
         if setting.pp * v > setting.model.layers:
@@ -132,12 +132,14 @@ def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: in
         here, layers = replace(setting, v=v), shared_layers(setting.model.layers, setting.pp * v)
         for tried in SCHEDULES if setting.pp > 1 else SCHEDULES[:1]:
             if tried.v == v or (tried.v is None and v > 1 and microbatches % setting.pp == 0):
-                found = rank_shares(tried, setting.pp, v, layers, setting.model.dense_layers)
-                seconds = _least_seconds(here, kernels, parts, found, tried.fused, microbatches)
-                yield Candidate(here, parts, layers, tried, microbatches, seconds, _least_bytes(here, parts, found))
+                shares = rank_shares(tried, setting.pp, v, layers, setting.model.dense_layers)
+                seconds = _least_seconds(here, kernels, parts, shares, tried.fused, microbatches)
+                yield DivisionCandidate(here, parts, layers, tried, microbatches, seconds, _least_bytes(here, parts, shares))
 
 
-def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequence[RankShare], fused: bool, microbatches: int) -> float:
+def _least_seconds(
+    setting: Setting, kernels: Kernels, parts: ModelParts, shares: Sequence[RankShare], fused: bool, microbatches: int
+) -> float:
     """Returns a lower bound on the step time, in seconds.
 
     A rank does all its work after the F's of the stages before its first one. If backward passes are fused (`fused`), the BW's of these
@@ -161,13 +163,13 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
         + share.dense_before * dense_before
         + share.routed_before * routed_before
         + microbatches * (share.embeddings * embedding + share.dense * dense + share.routed * routed + share.heads * head)
-        for share in found
+        for share in shares
     )
-    update = max(update_seconds(setting, kernels, _parameters(setting, share)) for share in found)
+    update = max(update_seconds(setting, kernels, _parameters(setting, share)) for share in shares)
     return passes * kernels.efficiency.slowest_of(setting.gpus) * (1 - SLACK) + update
 
 
-def _least_bytes(setting: Setting, parts: Parts, found: Sequence[RankShare]) -> float:
+def _least_bytes(setting: Setting, parts: ModelParts, shares: Sequence[RankShare]) -> float:
     """Returns a lower bound on the peak bytes over all ranks: before its first B, a rank holds a microbatch in all its stages."""
     return RUNTIME_BYTES + max(
         state_bytes(setting, parameters)
@@ -175,7 +177,7 @@ def _least_bytes(setting: Setting, parts: Parts, found: Sequence[RankShare]) -> 
         + share.dense * parts.layers[0].whole.saved
         + share.routed * parts.layers[-1].whole.saved
         + share.heads * parts.head.saved
-        for share, parameters in ((share, _parameters(setting, share)) for share in found)
+        for share, parameters in ((share, _parameters(setting, share)) for share in shares)
     )
 
 

@@ -82,21 +82,21 @@ def model_of(fields: Mapping[str, Any], name: str) -> Model:
     sizes = {size: _whole(fields, *names) for size, names in _NAMES.items()}
     if missing := [_NAMES[size][0] for size, value in sizes.items() if value is None]:
         raise InputError("{family} has no {missing}", family=family, missing=" and no ".join(missing), remedy="give a model's config.json")
-    known = {size: value for size, value in sizes.items() if value is not None}
+    required = {size: value for size, value in sizes.items() if value is not None}
     sequence = min(_whole(fields, *_POSITIONS) or USUAL_TOKENS, USUAL_TOKENS)
     is_plain = family in _PLAIN_MLP
     return Model(
         name,
-        **known,
-        kv_heads=1 if fields.get("multi_query") else _whole(fields, "num_key_value_heads", "num_kv_heads") or known["heads"],
-        inner=_whole(fields, *_INNER) or 4 * known["hidden"],
+        **required,
+        kv_heads=1 if fields.get("multi_query") else _whole(fields, "num_key_value_heads", "num_kv_heads") or required["heads"],
+        inner=_whole(fields, *_INNER) or 4 * required["hidden"],
         sequence=sequence,
         gated=not is_plain,
         dropout=is_plain,
         tied=bool(fields.get("tie_word_embeddings", True)),
         fused_attention=True,
         latent=_latent(fields),
-        experts=_experts(fields, known["layers"]),
+        experts=_experts(fields, required["layers"]),
         batch=max(USUAL_BATCH_TOKENS // sequence, 1),
         head_width=_whole(fields, "head_dim"),
         positions=_whole(fields, *_POSITIONS),

@@ -10,13 +10,13 @@ from typing import Any
 
 from zerobubble.arguments import BYTES, WHOLE, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import main_assumptions_of
-from zerobubble.cost_model.candidates import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, Candidate
+from zerobubble.cost_model.candidates import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, DivisionCandidate
 from zerobubble.cost_model.configuration import known_model
 from zerobubble.cost_model.estimate import Estimate
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.kernels import Efficiency
 from zerobubble.cost_model.models import Model
-from zerobubble.cost_model.remedies import MARGIN, PlayedMemory, Question, options_that_fit
+from zerobubble.cost_model.remedies import MARGIN, DivideQuestion, PlayedMemory, options_that_fit
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
 from zerobubble.cost_model.step import LONG, Shapes, StepEstimate
 from zerobubble.display import Displayed
@@ -68,10 +68,10 @@ class Division(Displayed):
         if max(here.tp, here.cp, here.ep) > 1:
             return ""
         stages = f", stages_per_rank={here.v}" if here.v > 2 else ""
-        made = f"zb.make({self.step.schedule!r}, {here.pp}, {count}{stages})".replace("'", '"')
+        schedule = f"zb.make({self.step.schedule!r}, {here.pp}, {count}{stages})".replace("'", '"')
         shape = f'({here.dp}, {here.pp}), mesh_dim_names=("dp", "pp")'
         mesh = f', mesh=init_device_mesh("cuda", {shape})' if here.dp > 1 else ""
-        return f"zb.Pipeline(zb.split(model), {made}, {count}, loss_fn{mesh})"
+        return f"zb.Pipeline(zb.split(model), {schedule}, {count}, loss_fn{mesh})"
 
     def to_dict(self) -> dict[str, Any]:
         """The division of the model, and the time and memory of the step."""
@@ -166,8 +166,8 @@ class Divisions(Displayed):
         model = self.best.setting.model
         if model.positions is None or model.sequence <= model.positions:
             return ""
-        known = f"the {model.positions:,} positions (max_position_embeddings) of {model.name}"
-        return f"Sequences of {model.sequence:,} tokens exceed {known}, which was not made for them: give a shorter --sequence."
+        positions = f"the {model.positions:,} positions (max_position_embeddings) of {model.name}"
+        return f"Sequences of {model.sequence:,} tokens exceed {positions}, which was not made for them: give a shorter --sequence."
 
     @property
     def needs_own_code(self) -> str:
@@ -326,7 +326,7 @@ def divide(
         raise InputError("{argument} needs {needed}", argument="fsdp=True", needed="pipeline_only=True", remedy="give both")
     whole = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, top)
     limit = whole.gpu.memory_bytes if memory is None else as_bytes(memory)
-    question = Question(whole, gpus, batch, limit, gradients, pipeline_only, fsdp)
+    question = DivideQuestion(whole, gpus, batch, limit, gradients, pipeline_only, fsdp)
     ways = sorted(question.candidates(efficiency), key=attrgetter("seconds"))
     if not ways:
         raise _indivisible(question, efficiency)
@@ -336,7 +336,7 @@ def divide(
         if len(best) == top and best[-1].step.seconds <= candidate.seconds:
             break
         if progress is not None:
-            progress(judged, len(ways), best[0] if best else None)
+            progress(judged, len(ways), next(iter(best), None))
         memory_of = PlayedMemory.of(candidate, efficiency, shapes) if candidate.rank_bytes <= limit else None
         needed = candidate.rank_bytes if memory_of is None else max(memory_of.rank_bytes)
         least = min(least, needed)
@@ -350,16 +350,16 @@ def divide(
     return Divisions(tuple(best), batch, limit, len(ways), too_large, simulated, pipeline_only)
 
 
-def _with(best: list[Division], found: Division) -> list[Division]:
+def _with(best: list[Division], division: Division) -> list[Division]:
     """Inserts a choice, best first; keeps only the fastest schedule of each division."""
-    return sorted({choice.way: choice for choice in sorted([*best, found], key=_seconds, reverse=True)}.values(), key=_seconds)
+    return sorted({choice.way: choice for choice in sorted([*best, division], key=_seconds, reverse=True)}.values(), key=_seconds)
 
 
 def _seconds(choice: Division) -> float:
     return choice.step.seconds
 
 
-def _played(candidate: Candidate, memory: PlayedMemory) -> Division:
+def _played(candidate: DivisionCandidate, memory: PlayedMemory) -> Division:
     """Returns the candidate with its step."""
     estimate, long = memory.estimate, memory.long
     step = estimate.as_step(long.schedule, long.makespan(estimate.costs), memory.activations, candidate.num_microbatches)
@@ -368,10 +368,10 @@ def _played(candidate: Candidate, memory: PlayedMemory) -> Division:
 
 def _batch_of(model: str | Model) -> int:
     """Returns the batch size of the model's published training; raises `InputError` if unknown."""
-    known = known_model(model)
-    if known.batch is None:
-        raise InputError("{name} has no published batch size", name=known.name, remedy="give one, such as batch=512 (--batch 512)")
-    return known.batch
+    resolved = known_model(model)
+    if resolved.batch is None:
+        raise InputError("{name} has no published batch size", name=resolved.name, remedy="give one, such as batch=512 (--batch 512)")
+    return resolved.batch
 
 
 def _whole_model(
@@ -387,9 +387,9 @@ def _whole_model(
     """Returns the undivided setting, with gradients in float32 if not given; raises `InputError` with all faults of the arguments."""
     counts = {"gpus": gpus, "batch": batch, "top": top}
     faults = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
-    for known in (lambda: known_model(model), lambda: known_gpu(gpu)):
+    for look_up in (lambda: known_model(model), lambda: known_gpu(gpu)):
         try:
-            known()
+            look_up()
         except InputError as error:
             faults.append(str(error))
     if not faults:
@@ -403,7 +403,7 @@ def _whole_model(
     raise InputError("{faults}", faults="; ".join(faults))
 
 
-def _indivisible(question: Question, efficiency: Efficiency) -> InputError:
+def _indivisible(question: DivideQuestion, efficiency: Efficiency) -> InputError:
     options = options_that_fit(question, efficiency, fewer=True)
     return InputError(
         "{name} cannot be divided over {gpus} GPUs for a batch of {batch} sequences, because no number of replicas divides the batch, "
@@ -418,7 +418,7 @@ def _indivisible(question: Question, efficiency: Efficiency) -> InputError:
     )
 
 
-def _too_large(question: Question, efficiency: Efficiency, ways: int, least: float) -> InputError:
+def _too_large(question: DivideQuestion, efficiency: Efficiency, ways: int, least: float) -> InputError:
     options = options_that_fit(question, efficiency)
     return InputError(
         "{name} does not fit on {gpus} {gpu}: the smallest of {ways:,} ways to divide it needs {needed} per GPU, more than {limit}",

@@ -23,7 +23,7 @@ from zerobubble.cost_model.held import (
 )
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model
-from zerobubble.cost_model.parts import Part, Parts, piece_of_layers
+from zerobubble.cost_model.parts import ModelPart, ModelParts, piece_of_layers
 from zerobubble.cost_model.setting import Setting, SettingError
 from zerobubble.cost_model.step import StepEstimate, made_for, shared, step_estimate, update_seconds
 from zerobubble.costs import KEPT, Costs, Limits
@@ -249,17 +249,17 @@ def transformer(
         gather_keys=gather_keys,
     )
     counts = _layers_of_stages(setting, layers)
-    return estimate_of(setting, efficiency, Parts.from_setting(setting, Kernels(setting.gpu, efficiency)), counts)
+    return estimate_of(setting, efficiency, ModelParts.from_setting(setting, Kernels(setting.gpu, efficiency)), counts)
 
 
-def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: tuple[float, ...]) -> Estimate:
+def estimate_of(setting: Setting, efficiency: Efficiency, parts: ModelParts, counts: tuple[float, ...]) -> Estimate:
     """Estimates a model made of `parts`, in stages with these numbers of layers."""
     kernels = Kernels(setting.gpu, efficiency)
     parameters = tuple(parameters_of_stages(setting, counts))
-    totals, experts = tuple(each.total for each in parameters), tuple(each.experts for each in parameters)
-    weights = tuple(weight_bytes(setting, each) for each in parameters)
-    gradients = tuple(gradient_bytes(setting, each) for each in parameters)
-    optimizer = tuple(optimizer_bytes(setting, each) for each in parameters)
+    totals, experts = tuple(stage.total for stage in parameters), tuple(stage.experts for stage in parameters)
+    weights = tuple(weight_bytes(setting, stage) for stage in parameters)
+    gradients = tuple(gradient_bytes(setting, stage) for stage in parameters)
+    optimizer = tuple(optimizer_bytes(setting, stage) for stage in parameters)
     kept = [sum(sizes) for sizes in zip(weights, gradients, optimizer, strict=True)]
     costs = _costs(setting, kernels, parts.of_stages(counts), parameters, counts).with_columns(**{KEPT: kept})
     return Estimate(setting, efficiency, costs, counts, totals, experts, weights, gradients, optimizer)
@@ -275,7 +275,7 @@ def layers_of(
     With `inside_blocks`, the two halves of a layer are parts of its block.
     """
     kernels = Kernels(setting.gpu, efficiency)
-    parts, vocabulary = Parts.from_setting(setting, kernels), parameters_of(setting, 0, 0, 1)
+    parts, vocabulary = ModelParts.from_setting(setting, kernels), parameters_of(setting, 0, 0, 1)
     whole, inside = (round(NS * message_seconds(setting, kernels, is_inside)) for is_inside in (False, True))
 
     def transformer_layers() -> Iterator[Layer]:
@@ -292,7 +292,7 @@ def layers_of(
     return (next(ends), *transformer_layers(), next(ends))
 
 
-def _as_layer(setting: Setting, part: Part, parameters: Parameters, comm: int) -> Layer:
+def _as_layer(setting: Setting, part: ModelPart, parameters: Parameters, comm: int) -> Layer:
     forward, within_bw, weight, exposed = (round(NS * seconds) for seconds in part.times)
     kept = state_bytes(setting, parameters)
     fused = within_bw + weight if exposed else 0
@@ -340,11 +340,13 @@ def parameters_of_stages(setting: Setting, counts: Sequence[float]) -> Iterator[
         yield total
 
 
-def _costs(setting: Setting, kernels: Kernels, stages: Sequence[Part], parameters: Sequence[Parameters], counts: Sequence[float]) -> Costs:
+def _costs(
+    setting: Setting, kernels: Kernels, stages: Sequence[ModelPart], parameters: Sequence[Parameters], counts: Sequence[float]
+) -> Costs:
     forward, within_bw, weight, exposed = (_whole(column, NS) for column in zip(*(stage.times for stage in stages), strict=True))
     saved, pending = (_whole(column) for column in zip(*((stage.saved, stage.pending) for stage in stages), strict=True))
     messages = _whole([message_seconds(setting, kernels, bool(edge % 1)) for edge in accumulate(counts[:-1])], NS)
-    sums = _whole([_sum_over_replicas(setting, kernels, each) for each in parameters], NS)
+    sums = _whole([_sum_over_replicas(setting, kernels, stage_parameters) for stage_parameters in parameters], NS)
     backward = tuple(map(sum, zip(within_bw, exposed, strict=True)))
     costs = Costs(forward, backward, weight, messages, saved, pending, reduce=sums)
     return costs.with_columns(fused=list(map(sum, zip(within_bw, weight, strict=True)))) if any(exposed) else costs

@@ -83,23 +83,23 @@ class GPU(Displayed):
         """Reads `data`, as `to_dict` returns it; raises `InputError` for anything else."""
         if not isinstance(data, dict) or data.get("format") != FORM:
             raise InputError("it is not a GPU as `zerobubble doctor --measure` writes it, with the format {expected!r}", expected=FORM)
-        given = {name: value for name, value in data.items() if name != "format"}
-        known = {column.name for column in fields(cls)}
-        if unknown := sorted(given.keys() - known):
-            raise InputError("a GPU has no {got}", got=" and no ".join(unknown), remedy=f"it has {', '.join(sorted(known))}")
+        figures = {name: value for name, value in data.items() if name != "format"}
+        names = {column.name for column in fields(cls)}
+        if unknown := sorted(figures.keys() - names):
+            raise InputError("a GPU has no {got}", got=" and no ".join(unknown), remedy=f"it has {', '.join(sorted(names))}")
         try:
-            given |= {name: tuple(given[name].items()) for name in ("flops", "sustained") if name in given}
-            given |= {"attention": tuple(given["attention"])} if given.get("attention") is not None else {}
-            return cls(**given)
+            figures |= {name: tuple(figures[name].items()) for name in ("flops", "sustained") if name in figures}
+            figures |= {"attention": tuple(figures["attention"])} if figures.get("attention") is not None else {}
+            return cls(**figures)
         except (AttributeError, TypeError, ValueError) as error:
             raise InputError("its figures cannot be read: {reason}", reason=str(error)) from error
 
     def flops_of(self, precision: str) -> float:
         """Returns the FLOP/s of matrix products in `precision`; raises `InputError` if the GPU does not support it."""
-        known = dict(self.flops)
-        if precision not in known:
+        by_precision = dict(self.flops)
+        if precision not in by_precision:
             raise InputError(self.unsupported(precision))
-        return known[precision]
+        return by_precision[precision]
 
     def sustained_of(self, precision: str) -> float:
         """Returns the sustained FLOP/s of long matrix products in `precision`; raises `InputError` if the GPU does not support it."""
@@ -116,7 +116,7 @@ class GPU(Displayed):
 
     def unsupported(self, precision: str) -> str:
         """Returns the message that the GPU does not support `precision`, with the supported ones."""
-        return f"the {self.name} does not support {precision!r}: take {' or '.join(repr(known) for known, _ in self.flops)}"
+        return f"the {self.name} does not support {precision!r}: take {' or '.join(repr(supported) for supported, _ in self.flops)}"
 
 
 GPUS: dict[str, GPU] = {}

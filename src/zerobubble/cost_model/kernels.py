@@ -93,8 +93,8 @@ class Kernels:
         flops = min(self._flops_per_processor(product, *tile) for tile in TILES)
         computing = flops / (self.gpu.sustained_of(precision) / self.gpu.processors * self.efficiency.products)
         operand = 1 if precision == "fp8" else HALF
-        given = operand * product.terms * (product.rows + product.columns)
-        moved = product.batch * (given + (2 * gradient_bytes or HALF) * product.rows * product.columns)
+        operands = operand * product.terms * (product.rows + product.columns)
+        moved = product.batch * (operands + (2 * gradient_bytes or HALF) * product.rows * product.columns)
         return max(computing, self.memory_traffic(moved))
 
     def _flops_per_processor(self, product: Product, height: int, width: int) -> float:

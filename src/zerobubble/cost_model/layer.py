@@ -109,10 +109,10 @@ def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
     if setting.precision != "fp8":
         return NOTHING
     parts = setting.own_tokens / setting.tokens
-    given = 6 * linear.rows * linear.inputs * (parts if linear.gathers else 1)
+    inputs = 6 * linear.rows * linear.inputs * (parts if linear.gathers else 1)
     gradient = 6 * linear.rows * linear.outputs * (parts if linear.sums else 1)
     agreed = 2 * kernels.efficiency.latency if setting.tp > 1 and setting.sequence_parallel else 0.0
-    return Times(kernels.memory_traffic(given) + linear.gathers * agreed, kernels.memory_traffic(gradient) + linear.sums * agreed, 0.0)
+    return Times(kernels.memory_traffic(inputs) + linear.gathers * agreed, kernels.memory_traffic(gradient) + linear.sums * agreed, 0.0)
 
 
 def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products: Times, in_parts: bool = False) -> Times:
@@ -203,13 +203,13 @@ def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times
         neighbors = max(1, setting.gpu.domain_size // setting.tp)
         whole = kernels.gather(HALF * setting.cp * setting.keys_and_values, setting.cp, neighbors)
         return Times(whole, 2 * whole, 0.0)
-    one = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain_size)
+    exchange = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain_size)
     # The causal mask hides half of the pairs of a query and a group's keys: on average, a kernel has half of the queries or of the keys.
     merged = 3 * HALF * setting.cp / 2
     outputs, gradients = setting.outputs, setting.attended - setting.outputs
     return Times(
-        kernels.overlapped(one, attention.forward) + kernels.memory_traffic(merged * outputs),
-        kernels.overlapped(2 * one, attention.backward) + kernels.memory_traffic(merged * gradients),
+        kernels.overlapped(exchange, attention.forward) + kernels.memory_traffic(merged * outputs),
+        kernels.overlapped(2 * exchange, attention.backward) + kernels.memory_traffic(merged * gradients),
         0.0,
     )
 
@@ -228,8 +228,8 @@ def embedding_times(setting: Setting, kernels: Kernels) -> Times:
 def head_times(setting: Setting, kernels: Kernels) -> Times:
     """Returns the time of the last norm, the product with the vocabulary in half precision, and the loss in float32."""
     hidden, tokens, vocabulary = setting.model.hidden, setting.tokens, setting.padded_vocabulary
-    one = kernels.gather(HALF * tokens * hidden, setting.tp)
-    exchanged = one if setting.sequence_parallel else 0.0
+    gather = kernels.gather(HALF * tokens * hidden, setting.tp)
+    exchanged = gather if setting.sequence_parallel else 0.0
     # Forward: cast (2 + 4), maximum (4), difference (8), exponential and sum (8). Backward: read the softmax, write and cast the gradient.
     logits = tokens * vocabulary
     rest = (
@@ -238,7 +238,7 @@ def head_times(setting: Setting, kernels: Kernels) -> Times:
     )
     return Times(
         kernels.product(Product(tokens, vocabulary, hidden)) + rest[0] + exchanged,
-        kernels.product(Product(tokens, hidden, vocabulary)) + rest[1] + one * kernels.efficiency.contention,
+        kernels.product(Product(tokens, hidden, vocabulary)) + rest[1] + gather * kernels.efficiency.contention,
         weight_seconds(Product(vocabulary, hidden, tokens), setting, kernels),
-        one * (1 - kernels.efficiency.contention),
+        gather * (1 - kernels.efficiency.contention),
     )

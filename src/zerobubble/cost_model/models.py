@@ -153,11 +153,11 @@ class Model(Displayed):
     @property
     def attention_parameters(self) -> int:
         """Parameters of the products around the attention of one layer."""
-        given = self.heads * self.value_width * self.hidden
+        output = self.heads * self.value_width * self.hidden
         if self.latent is None:
-            return given + self.hidden * (self.heads + self.kv_heads) * self.key_width + self.hidden * self.kv_heads * self.value_width
+            return output + self.hidden * (self.heads + self.kv_heads) * self.key_width + self.hidden * self.kv_heads * self.value_width
         return (
-            given
+            output
             + self.latent_parameters
             + self.heads * (self.latent.queries * self.key_width + self.latent.keys * (self.latent.plain + self.latent.values))
         )
@@ -254,7 +254,7 @@ Team, The Llama 3 Herd of Models, arXiv 2407.21783, with the 16 M tokens of its 
 def model_named(name: str) -> Model:
     """Returns the model with that name; raises `InputError`, listing the known names."""
     if name not in MODELS:
-        known = f"{near(name, MODELS, same_numbers=True)}available are {', '.join(MODELS)}"
+        available = f"{near(name, MODELS, same_numbers=True)}available are {', '.join(MODELS)}"
         remedy = "for others, give a model's config.json, a cost_model.Model in Python, or measured costs (zerobubble plan --costs)"
-        raise InputError("there is no model {model!r}: {known}; {remedy}", model=name, known=known, remedy=remedy)
+        raise InputError("there is no model {model!r}: {known}; {remedy}", model=name, known=available, remedy=remedy)
     return MODELS[name]

@@ -37,38 +37,38 @@ from zerobubble.cost_model.layer import (
 from zerobubble.cost_model.setting import Linear, Setting
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """A part of a model: seconds of its passes, and bytes that F keeps for B (`saved`) and B for W (`pending`), per microbatch."""
 
     times: Times
     saved: float
     pending: float
 
-    def plus(self, other: Part, times: int = 1) -> Part:
+    def plus(self, other: ModelPart, times: int = 1) -> ModelPart:
         """Adds `times` the other part."""
-        return Part(self.times.plus(other.times, times), self.saved + times * other.saved, self.pending + times * other.pending)
+        return ModelPart(self.times.plus(other.times, times), self.saved + times * other.saved, self.pending + times * other.pending)
 
 
-NO_PART = Part(NOTHING, 0.0, 0.0)
+NO_PART = ModelPart(NOTHING, 0.0, 0.0)
 
 
-def attention_part(setting: Setting, kernels: Kernels) -> Part:
+def attention_part(setting: Setting, kernels: Kernels) -> ModelPart:
     """Returns the first half of a transformer layer, with its norm and residual; recomputation counts as part of B."""
     core = attention_times(setting, kernels)
     linears, rest = linear_times(setting.attention_linears(), setting, kernels), elementwise_times(setting, kernels)
     once = core.plus(linears).plus(rest).plus(layout_times(setting, kernels)).plus(passing_times(setting, kernels, core))
     cheap = 0.0 if setting.model.fused_attention else core.forward
     latent = cheap + up_seconds(setting, kernels)
-    return Part(_recomputing(setting, once, cheap, latent), attention_saved(setting), attention_pending(setting))
+    return ModelPart(_recomputing(setting, once, cheap, latent), attention_saved(setting), attention_pending(setting))
 
 
-def mlp_part(setting: Setting, kernels: Kernels, routed: bool) -> Part:
+def mlp_part(setting: Setting, kernels: Kernels, routed: bool) -> ModelPart:
     """Returns the second half of a transformer layer, an MLP or experts, with its norm and residual."""
     linears, rest = linear_times(setting.mlp_linears(routed), setting, kernels), elementwise_times(setting, kernels)
     once, cheap = linears.plus(rest).plus(inner_times(setting, kernels, routed)), 0.0
     if routed:
         once, cheap = once.plus(expert_times(setting, kernels)), activation_seconds(setting, kernels)
-    return Part(_recomputing(setting, once, cheap, cheap), mlp_saved(setting, routed), mlp_pending(setting, routed))
+    return ModelPart(_recomputing(setting, once, cheap, cheap), mlp_saved(setting, routed), mlp_pending(setting, routed))
 
 
 def _recomputing(setting: Setting, once: Times, cheap: float, latent: float) -> Times:
@@ -80,9 +80,9 @@ def _recomputing(setting: Setting, once: Times, cheap: float, latent: float) -> 
 class Halves(NamedTuple):
     """A transformer layer: whole, and its two halves. If B recomputes it, the whole keeps one input, the halves one each."""
 
-    whole: Part
-    attention: Part
-    mlp: Part
+    whole: ModelPart
+    attention: ModelPart
+    mlp: ModelPart
 
     @classmethod
     def from_setting(cls, setting: Setting, kernels: Kernels, routed: bool) -> Halves:
@@ -92,33 +92,33 @@ class Halves(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ModelParts:
     """A whole model on one GPU: its layers in order, between embedding and head.
 
     It does not depend on the numbers of ranks, stages and replicas.
     """
 
-    embedding: Part
+    embedding: ModelPart
     layers: tuple[Halves, ...]
-    head: Part
+    head: ModelPart
 
     @classmethod
-    def from_setting(cls, setting: Setting, kernels: Kernels) -> Parts:
+    def from_setting(cls, setting: Setting, kernels: Kernels) -> ModelParts:
         """Returns the parts of the model of `setting`."""
-        embedding = Part(embedding_times(setting, kernels), embedding_saved(setting), 0.0)
+        embedding = ModelPart(embedding_times(setting, kernels), embedding_saved(setting), 0.0)
         first, others = setting.model.dense_layers, setting.model.layers - setting.model.dense_layers
         halves = [(Halves.from_setting(setting, kernels, routed),) * count for routed, count in ((False, first), (True, others)) if count]
-        head = Part(head_times(setting, kernels), head_saved(setting), head_pending(setting))
+        head = ModelPart(head_times(setting, kernels), head_saved(setting), head_pending(setting))
         return cls(embedding, tuple(chain.from_iterable(halves)), head)
 
-    def of_stages(self, counts: Sequence[float]) -> list[Part]:
+    def of_stages(self, counts: Sequence[float]) -> list[ModelPart]:
         """Returns the stages with these numbers of layers, the first with the embedding and the last with the head."""
         stages = [self._run(first, end) for first, end in pairwise(accumulate(counts, initial=0.0))]
         stages[0] = stages[0].plus(self.embedding)
         stages[-1] = stages[-1].plus(self.head)
         return stages
 
-    def _run(self, first: float, end: float) -> Part:
+    def _run(self, first: float, end: float) -> ModelPart:
         """Returns the sum of the layers in [`first`, `end`); equal layers are multiplied, so that equal stages are bitwise equal."""
         piece = piece_of_layers(first, end)
         total = NO_PART
@@ -152,11 +152,11 @@ def expert_times(setting: Setting, kernels: Kernels) -> Times:
     """
     model, experts = setting.model, setting.model.experts
     assert experts is not None
-    hidden, chosen, own = model.hidden, setting.chosen, ceil(setting.own_tokens)
+    hidden, chosen, tokens = model.hidden, setting.chosen, ceil(setting.own_tokens)
     local = experts.routed // setting.ep
     rows, products = ceil(chosen / local), 2 if model.gated else 1
     into, out = Linear(rows, hidden, products * experts.inner), Linear(rows, experts.inner, hidden)
-    total = times_of_products(Linear(own, hidden, experts.routed), setting, kernels, precision="bf16").plus(_ordered(setting, kernels))
+    total = times_of_products(Linear(tokens, hidden, experts.routed), setting, kernels, precision="bf16").plus(_ordered(setting, kernels))
     for linear in (into, out):
         every = linear._replace(rows=ceil(chosen))
         total = total.plus(times_of_products(linear, setting, kernels, local)).plus(cast_times(every, setting, kernels))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 
-from zerobubble.cost_model.candidates import Candidate, candidates
+from zerobubble.cost_model.candidates import DivisionCandidate, candidates
 from zerobubble.cost_model.configuration import with_sequence
 from zerobubble.cost_model.estimate import Estimate, estimate_of
 from zerobubble.cost_model.gpus import GPUS
@@ -27,7 +27,7 @@ MOST_PLAYED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class DivideQuestion:
     """A model, undivided, the GPUs and sequences of a step, and the bytes of each GPU.
 
     Pipelines alone are those of `zb.Pipeline`: gradients have by default the precision of weights, and replicas shard the optimizer state
@@ -53,7 +53,7 @@ class Question:
         """The bytes of a GPU, except the `MARGIN` for what estimates do not count."""
         return (1 - MARGIN) * self.limit
 
-    def candidates(self, efficiency: Efficiency, *, smallest: bool = False) -> Iterator[Candidate]:
+    def candidates(self, efficiency: Efficiency, *, smallest: bool = False) -> Iterator[DivisionCandidate]:
         """Yields every way to divide the model, or only those with the fewest bytes."""
         return candidates(self.base, efficiency, self.gpus, self.batch, pipeline_only=self.pipeline_only, smallest=smallest)
 
@@ -68,7 +68,7 @@ class PlayedMemory:
     rank_bytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, candidate: Candidate, efficiency: Efficiency, shapes: Shapes) -> PlayedMemory:
+    def of(cls, candidate: DivisionCandidate, efficiency: Efficiency, shapes: Shapes) -> PlayedMemory:
         """Simulates the memory of the candidate."""
         setting = candidate.setting
         estimate = estimate_of(setting, efficiency, candidate.parts, candidate.layers)
@@ -79,7 +79,7 @@ class PlayedMemory:
         return cls(estimate, long, activations, step.rank_bytes)
 
 
-def options_that_fit(question: Question, efficiency: Efficiency, *, fewer: bool = False) -> tuple[str, ...]:
+def options_that_fit(question: DivideQuestion, efficiency: Efficiency, *, fewer: bool = False) -> tuple[str, ...]:
     """Returns options of the command line with which the model fits and leaves the `MARGIN`: the first of each kind, or another GPU.
 
     With `fewer`, fewer GPUs are tried, too.
@@ -94,37 +94,37 @@ def options_that_fit(question: Question, efficiency: Efficiency, *, fewer: bool 
     return options or _first_that_fits(_other_gpu(question), efficiency)
 
 
-def _first_that_fits(changes: Iterable[tuple[str, Question]], efficiency: Efficiency) -> tuple[str, ...]:
+def _first_that_fits(changes: Iterable[tuple[str, DivideQuestion]], efficiency: Efficiency) -> tuple[str, ...]:
     """Returns the options of the first change with which the model fits, empty if there is none."""
     return tuple(islice((options for options, changed in changes if _fits(changed, efficiency)), 1))
 
 
-def _fits(question: Question, efficiency: Efficiency) -> bool:
+def _fits(question: DivideQuestion, efficiency: Efficiency) -> bool:
     within = [candidate for candidate in question.candidates(efficiency, smallest=True) if candidate.rank_bytes <= question.roomy]
     shapes = Shapes()
     played = (PlayedMemory.of(candidate, efficiency, shapes) for candidate in sorted(within, key=attrgetter("rank_bytes")))
     return any(max(memory.rank_bytes) <= question.roomy for memory in islice(played, MOST_PLAYED))
 
 
-def _fewer_gpus(question: Question) -> Iterator[tuple[str, Question]]:
+def _fewer_gpus(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     for gpus in range(question.gpus - 1, question.gpus // 2, -1):
         yield f"with --gpus {gpus}", replace(question, gpus=gpus)
 
 
-def _gpus(question: Question) -> Iterator[tuple[str, Question]]:
+def _gpus(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     doubled = (question.gpus << power for power in range(1, MOST_DOUBLINGS + 1))
     for gpus in (*range(question.gpus + 1, SMALL + 1), *(gpus for gpus in doubled if gpus > SMALL)):
         yield f"with --gpus {gpus}", replace(question, gpus=gpus)
 
 
-def _batch(question: Question) -> Iterator[tuple[str, Question]]:
+def _batch(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     """Any number of replicas divides a multiple of the GPUs."""
     batch = -(-question.batch // question.gpus) * question.gpus
     if batch != question.batch:
         yield f"with --batch {batch}", replace(question, batch=batch)
 
 
-def _sequence(question: Question) -> Iterator[tuple[str, Question]]:
+def _sequence(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     tokens = question.base.model.sequence // 2
     while tokens >= SHORTEST:
         model = with_sequence(question.base.model, tokens)
@@ -132,29 +132,29 @@ def _sequence(question: Question) -> Iterator[tuple[str, Question]]:
         tokens //= 2
 
 
-def _beyond_pipelines(question: Question) -> Iterator[tuple[str, Question]]:
+def _beyond_pipelines(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     if question.pipeline_only:
         sharded = " and --fsdp" if question.fsdp else ""
         yield f"without --pipeline-only{sharded}", replace(question, pipeline_only=False, fsdp=False)
 
 
-def _gradients(question: Question) -> Iterator[tuple[str, Question]]:
+def _gradients(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     if question.base.gradients != "bf16":
         yield "with --gradients bf16", replace(question, gradients="bf16")
 
 
-def _sharded(question: Question) -> Iterator[tuple[str, Question]]:
+def _sharded(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     if question.pipeline_only and not question.fsdp:
         yield "with --fsdp", replace(question, fsdp=True)
 
 
-def _memory(question: Question) -> Iterator[tuple[str, Question]]:
+def _memory(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     memory = question.base.gpu.memory_bytes
     if question.limit < memory:
         yield "without --memory", replace(question, limit=memory)
 
 
-def _other_gpu(question: Question) -> Iterator[tuple[str, Question]]:
+def _other_gpu(question: DivideQuestion) -> Iterator[tuple[str, DivideQuestion]]:
     for gpu in sorted(GPUS.values(), key=attrgetter("memory_bytes")):
         if gpu.memory_bytes > question.limit and question.base.precision in dict(gpu.flops):
             yield f"with --gpu {gpu.name}", replace(question, model=replace(question.model, gpu=gpu), limit=gpu.memory_bytes)

@@ -83,13 +83,7 @@ class Setting:
         yield from ((name, f"{name} must be at least 1, got {count}") for name, count in small.items())
         if not small:
             yield from self._indivisible()
-        if self.recompute not in RECOMPUTE:
-            yield "recompute", f"recompute must be {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}"
-        elif self.recompute == RECOMPUTE[1] and self.model.fused_attention and self.model.experts is None:
-            nothing = f"{self.model.name} has fused attention, so {self.recompute!r} has nothing to recompute"
-            yield "recompute", f"{nothing}: take 'none' or 'full'"
-        elif self.recompute == "latent" and self.model.latent is None:
-            yield "recompute", f"{self.model.name} has no latent attention, so 'latent' has nothing to recompute: take another"
+        yield from self._recompute_faults()
         if self.precision not in dict(self.gpu.flops):
             yield "precision", self.gpu.unsupported(self.precision)
         if self.gradients not in GRADIENT_BYTES:
@@ -100,6 +94,15 @@ class Setting:
             yield "shard_weights", "shard_weights=True needs shard_optimizer=True and shard_gradients=False: FSDP2 sums whole gradients"
         if self.gather_keys and self.cp == 1:
             yield "gather_keys", "gather_keys is for context parallelism, which cp=1 does not have: leave it out"
+
+    def _recompute_faults(self) -> Iterator[tuple[str, str]]:
+        if self.recompute not in RECOMPUTE:
+            yield "recompute", f"recompute must be {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}"
+        elif self.recompute == RECOMPUTE[1] and self.model.fused_attention and self.model.experts is None:
+            nothing = f"{self.model.name} has fused attention, so {self.recompute!r} has nothing to recompute"
+            yield "recompute", f"{nothing}: take 'none' or 'full'"
+        elif self.recompute == "latent" and self.model.latent is None:
+            yield "recompute", f"{self.model.name} has no latent attention, so 'latent' has nothing to recompute: take another"
 
     def _indivisible(self) -> Iterator[tuple[str, str]]:
         model = self.model
@@ -233,9 +236,9 @@ class Setting:
             outputs = heads * model.key_width + keys * (model.key_width + model.value_width)
             yield Linear(tokens, model.hidden, outputs, gathers=True)
         else:
-            latent, own = model.latent, ceil(self.own_tokens)
-            yield Linear(own, model.hidden, latent.queries)
-            yield Linear(own, model.hidden, latent.keys + latent.rotary)
+            latent, own_tokens = model.latent, ceil(self.own_tokens)
+            yield Linear(own_tokens, model.hidden, latent.queries)
+            yield Linear(own_tokens, model.hidden, latent.keys + latent.rotary)
             yield Linear(tokens, latent.queries, heads * model.key_width, gathers=True)
             yield Linear(tokens, latent.keys, heads * (latent.plain + latent.values), gathers=True)
         yield Linear(tokens, heads * model.value_width, model.hidden, sums=True)

@@ -167,7 +167,7 @@ class Shapes:
         if shape not in self._kept:
             schedule = make(name, ranks, microbatches, v)
             self._kept[shape] = Ready(schedule, *checked(schedule))
-            while len(self._kept) > 1 and sum(len(each.graph.ops) for each in self._kept.values()) > MOST_PASSES_KEPT:
+            while len(self._kept) > 1 and sum(len(shape_ready.graph.ops) for shape_ready in self._kept.values()) > MOST_PASSES_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(shape)
         return self._kept[shape]

@@ -23,7 +23,7 @@ from zerobubble.planning.attempt import PlanProgress
 from zerobubble.planning.pareto import Front, pareto
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.units import ms
-from zerobubble.view.front_page import Kept, front_data
+from zerobubble.view.front_page import OpenedPlans, front_data
 
 MOST_PASSES = 300_000
 """Passes of all the plans of a search that the page gets: beyond them, only the best plan, of each limit for a front."""
@@ -119,7 +119,7 @@ def _front(question: dict[str, Any]) -> dict[str, Any]:
 
 def _drawn(front: Front) -> dict[str, Any]:
     points = points_with_schedules(front)
-    kept = Kept(points, plan_text, MOST_PASSES)
+    kept = OpenedPlans(points, plan_text, MOST_PASSES)
     placements = sorted({choice.name for point in front.points for choice in point.plan.choices})
     found = {"front": front_data(points, kept), "plans": kept.values, "placements": placements}
     return found | {"nothingFits": len(front.points) - len(points)}

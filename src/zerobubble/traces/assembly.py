@@ -109,7 +109,7 @@ _SAME_STEPS = "record the same steps on every rank, with a schedule of the profi
 def _matched(runs: Sequence[RankRun]) -> list[StepOfRanks]:
     """Return the steps that all ranks have, matched by the profiler's step number, or else by position."""
     if all(step.label is not None for run in runs for step in run.steps):
-        keyed = [_by_label(run) for run in runs]
+        keyed = list(map(_by_label, runs))
         common = [key for key in keyed[0] if all(key in steps for steps in keyed)]
         if not common:
             raise InputError("{files} have no profiler step in common", files=listed(run.trace.file for run in runs), remedy=_SAME_STEPS)

@@ -53,10 +53,10 @@ class Viewed:
     def __post_init__(self) -> None:
         ranks = self.timeline.num_ranks
         parts = {"gaps": self.gaps, "limits": self.limits, "microbatch_bytes": self.microbatch_bytes, **self.constant_bytes}
-        for name, given in parts.items():
-            if given and len(given) != ranks:
+        for name, values in parts.items():
+            if values and len(values) != ranks:
                 raise InputError(
-                    "a view of {ranks} ranks needs {name} for each of them or for none, got {got}", ranks=ranks, name=name, got=len(given)
+                    "a view of {ranks} ranks needs {name} for each of them or for none, got {got}", ranks=ranks, name=name, got=len(values)
                 )
 
 
@@ -77,8 +77,8 @@ def timeline_columns(viewed: Viewed) -> dict[str, Any]:
         "memory": _memory_columns(timeline),
         "gaps": _gaps(viewed),
         "marks": _marks(timeline),
-        "sums": [[[one.stage, one.start - timeline.start, one.end - timeline.start] for one in row] for row in timeline.reductions],
-        "copies": [[_copy(one, timeline.start) for one in row] for row in timeline.copies],
+        "sums": [[[event.stage, event.start - timeline.start, event.end - timeline.start] for event in row] for row in timeline.reductions],
+        "copies": [[_copy(event, timeline.start) for event in row] for row in timeline.copies],
         "delays": _delays(viewed.costs),
         "limits": list(viewed.limits),
         "layers": {name: list(sizes) for name, sizes in viewed.constant_bytes.items()},

@@ -28,7 +28,7 @@ def front_html(front: Front, title: str) -> str:
     Raises `InputError` when no point has a schedule.
     """
     points = points_with_schedules(front)
-    kept = Kept(points, _viewed, MOST_PASSES)
+    kept = OpenedPlans(points, _viewed, MOST_PASSES)
     body = (
         header(title),
         '<div id="front"></div>\n',
@@ -45,7 +45,7 @@ def _viewed(plan: Plan) -> Viewed:
     return Viewed(replace(plan.timeline, name=problem.placement.name), problem.costs, microbatch_bytes=unit)
 
 
-class Kept(Generic[Value]):
+class OpenedPlans(Generic[Value]):
     """What a chart's points open, by `make`: each schedule once, however many limits it is the answer to.
 
     The winners of all limits are kept, and others while there are fewer than `most_passes`.
@@ -73,7 +73,7 @@ class Kept(Generic[Value]):
         return None if plan.order is None else self._places.get(plan.schedule)
 
 
-def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
+def front_data(points: Sequence[Point], kept: OpenedPlans[Any]) -> dict[str, Any]:
     """The data of the chart: for each limit its bound and its answers, best first, each with the index of the page that it opens."""
     colors = placement_colors(points)
     return {
@@ -86,13 +86,13 @@ def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
     }
 
 
-def _answers(point: Point, colors: dict[str, str], kept: Kept[Any]) -> Iterator[dict[str, Any]]:
+def _answers(point: Point, colors: dict[str, str], kept: OpenedPlans[Any]) -> Iterator[dict[str, Any]]:
     for choice in point.plan.choices:
         if choice.plan.bubble is not None:
             yield _answer(choice, colors[choice.name], kept)
 
 
-def _answer(choice: Choice, color: str, kept: Kept[Any]) -> dict[str, Any]:
+def _answer(choice: Choice, color: str, kept: OpenedPlans[Any]) -> dict[str, Any]:
     plan = choice.plan
     answer = {"placement": choice.name, "bubble": plan.bubble, "how": plan.how, "optimal": plan.status is Status.OPTIMAL}
     return answer | {"color": color, "opens": kept.place(plan)}

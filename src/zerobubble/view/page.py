@@ -122,8 +122,8 @@ def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ())
     `losses` are the training losses, one dict for each run.
     """
     return {
-        "kinds": _kinds([each.timeline for each in viewed]),
-        "timelines": [timeline_columns(each) for each in viewed],
+        "kinds": _kinds([view.timeline for view in viewed]),
+        "timelines": [timeline_columns(view) for view in viewed],
         "waiting": [
             *({"color": WAIT_COLORS[waiting], "text": WAITING[waiting]} for waiting in WAITS),
             MESSAGE_OR_HOST,
@@ -146,8 +146,8 @@ def _kinds(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
             "phrase": traits.phrase,
             "uses": traits.uses,
             "makes": traits.makes,
-            "gathers": [[one.value for one in gathered(kind, stage, 2)] for stage in range(2)],
-            "gives": [[one.value for one in given_to(kind, stage, 2)] for stage in range(2)],
+            "gathers": [[collective.value for collective in gathered(kind, stage, 2)] for stage in range(2)],
+            "gives": [[collective.value for collective in given_to(kind, stage, 2)] for stage in range(2)],
             "forward": traits.forward.makes if traits.forward else [],
             "fills": traits.fills_from_start,
             "colors": [shade(kind, place, shades) for place in range(shades)],
@@ -184,10 +184,10 @@ def comparison_html(
     if len(rows) != len(viewed):
         message = "a comparison has a row of figures for each timeline, got {num_rows} rows for {num_viewed} timelines"
         raise InputError(message, num_rows=len(rows), num_viewed=len(viewed))
-    times = {"period": periods, "makespan": [each.timeline.makespan for each in viewed]}
+    times = {"period": periods, "makespan": [view.timeline.makespan for view in viewed]}
     compared = {name: _differences(values) for name, values in times.items() if len(viewed) > 1 and values}
     titles = ("schedule", *(f"{name} against {viewed[0].timeline.name}" for name in compared), *columns)
-    names = [each.timeline.name for each in viewed]
+    names = [view.timeline.name for view in viewed]
     figures = table(titles, ([name, *(cells[n] for cells in compared.values()), *rows[n]] for n, name in enumerate(names)))
     return page(escape(title), (header(title), figures, f'<p class="hint">{escape(note)}</p>\n', viewer(), *sections), viewed)
 
@@ -205,7 +205,7 @@ AROUND, ROW, HIGHEST = 270, 34, 720
 
 def embedded_viewer(label: str, viewed: Sequence[Viewed], svg: str = "") -> str:
     """HTML in which the viewer draws the timelines. `svg` lies under the frame, and is seen where frames are left out, as on GitHub."""
-    height = min(HIGHEST, AROUND + ROW * sum(each.timeline.num_ranks for each in viewed))
+    height = min(HIGHEST, AROUND + ROW * sum(view.timeline.num_ranks for view in viewed))
     document = escape(page(escape(label), (COMPACT, viewer()), viewed, packed=True))
     data = b64encode(svg.encode()).decode()
     picture = f'<img alt="{escape(label)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}"/>' if svg else ""

@@ -89,10 +89,10 @@ class Report(Displayed):
     caution: str = ""
 
     def __post_init__(self) -> None:
-        for name, given in (("gaps", self.gaps), ("layers", self.layers)):
-            if given and len(given) != len(self.timelines):
+        for name, values in (("gaps", self.gaps), ("layers", self.layers)):
+            if values and len(values) != len(self.timelines):
                 message = "a report needs the {name} of every timeline or of none, got {got} for {num_timelines}"
-                raise InputError(message, name=name, got=len(given), num_timelines=len(self.timelines))
+                raise InputError(message, name=name, got=len(values), num_timelines=len(self.timelines))
         for name, losses in self.losses.items():
             if not losses:
                 raise InputError("the losses of {name!r} are empty; give one per step or leave the run out", name=name)
@@ -137,10 +137,10 @@ class Report(Displayed):
     def drawn_steps(self) -> tuple[Timeline, Timeline] | None:
         """The steps of 1F1B and of the run that the page compares, both measured or else both simulated; None if either is missing."""
         for kind in ("measured", "predicted"):
-            own: Timeline | None = getattr(self, kind)
+            step: Timeline | None = getattr(self, kind)
             base = [t for t in self.timelines if t.name == REFERENCE and (t.source == "simulated") == (kind == "predicted")]
-            if own is not None and own.name != REFERENCE and own.makespan and base:
-                return base[0], own
+            if step is not None and step.name != REFERENCE and step.makespan and base:
+                return base[0], step
         return None
 
 

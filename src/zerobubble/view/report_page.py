@@ -64,10 +64,10 @@ def _speed_card(report: Report) -> Iterator[str]:
     """The conclusion of the report. It has the times of the steps that the page draws, so the two cannot disagree."""
     drawn, gain = report.drawn_steps(), report.speed_up()
     if drawn is not None:
-        base, own = drawn
-        times, name = base.makespan / own.makespan, escape(own.name)
-        how = "planned makespan" if own.source == "simulated" else "makespan"
-        detail = f"a {how} of {show_ms(own.makespan)} instead of {show_ms(base.makespan)}, as drawn below"
+        base, run = drawn
+        times, name = base.makespan / run.makespan, escape(run.name)
+        how = "planned makespan" if run.source == "simulated" else "makespan"
+        detail = f"a {how} of {show_ms(run.makespan)} instead of {show_ms(base.makespan)}, as drawn below"
     elif gain is not None:
         name, times, detail = escape(gain[0]), gain[1], "tokens per second"
     else:
@@ -165,20 +165,20 @@ def _throughput(report: Report) -> str:
         "measured bubble",
     )
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
-    own = {timeline.name for timeline in report.own_timelines}
-    rows = "".join(_throughput_row(row, titles[1:], top, base, row.schedule in own) for row in report.throughput)
+    own_names = {timeline.name for timeline in report.own_timelines}
+    rows = "".join(_throughput_row(row, titles[1:], top, base, row.schedule in own_names) for row in report.throughput)
     body = f'<div class="scroll" tabindex="0"><table class="figures"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     return section("throughput", "Throughput", body)
 
 
-def _throughput_row(row: ThroughputRow, titles: Sequence[str], top: float, base: float, own: bool) -> str:
+def _throughput_row(row: ThroughputRow, titles: Sequence[str], top: float, base: float, is_own: bool) -> str:
     shares = ("–" if share is None else show_percent(share) for share in (row.predicted_bubble, row.measured_bubble))
     bar = f'<div class="meter"><i style="width:{100 * row.tokens_per_second / top:.2f}%"></i></div>'
     gain = f"{row.tokens_per_second / base:.2f}×" if base > 0 else "–"
     peak = "–" if row.peak_bytes is None else show_bytes(row.peak_bytes)
     figures = zip(titles, (f"{row.tokens_per_second:,.0f}", bar, gain, peak, *shares), strict=True)
     cells = "".join(f'<td data-title="{title}">{cell}</td>' if title else f'<td class="wide">{cell}</td>' for title, cell in figures)
-    return f'<tr{" class=own" if own else ""}><th scope="row">{escape(row.schedule)}</th>{cells}</tr>'
+    return f'<tr{" class=own" if is_own else ""}><th scope="row">{escape(row.schedule)}</th>{cells}</tr>'
 
 
 def _memory(report: Report) -> str:
@@ -187,10 +187,10 @@ def _memory(report: Report) -> str:
 
 def memory_section(memory: Sequence[MemoryRow], title: str = "Peak activation memory", name: str = "memory") -> str:
     """Returns a section, with the id `name`, of the memory of each rank; an empty string if no figure is known."""
-    known = [n for row in memory for n in (row.predicted, row.measured, row.limit) if n is not None]
-    if not known:
+    sizes = [n for row in memory for n in (row.predicted, row.measured, row.limit) if n is not None]
+    if not sizes:
         return ""
-    rows = "".join(_memory_row(row, max(known) or 1) for row in memory)
+    rows = "".join(_memory_row(row, max(sizes) or 1) for row in memory)
     limits = {row.limit for row in memory if row.limit is not None}
     text = f"limit {show_bytes(max(limits))}" if len(limits) == 1 else "limit"
     limit = f'<li><i class="limit"></i>{text}</li>' if limits else ""

@@ -21,16 +21,16 @@ from zerobubble.explorer.app import refusal
 from zerobubble.explorer.guard import Guard, page_response
 from zerobubble.watch.figures import figures
 from zerobubble.watch.page import page_parts, timeline_parts, watch_html
-from zerobubble.watch.run import Run
+from zerobubble.watch.run import WatchedRun
 
 FRESH_S = 0.5
 """Seconds for which the state of the runs is not read again, however many pages ask."""
 
 
-class Watch:
+class WatchApp:
     """The runs of a page, read when a page asks."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[WatchedRun]) -> None:
         self._runs = runs
         for run, title in zip(runs, file_titles([run.path for run in runs]), strict=True):
             run.title = title
@@ -66,9 +66,9 @@ class Watch:
         self._read_at = time.monotonic()
 
 
-def make_watch_app(runs: Sequence[Run], names: tuple[str, ...]) -> Starlette:
+def make_watch_app(runs: Sequence[WatchedRun], names: tuple[str, ...]) -> Starlette:
     """Returns the application, which answers requests to its address, or to one of these `names`."""
-    watch = Watch(runs)
+    watch = WatchApp(runs)
 
     async def page(request: Request) -> Response:
         return page_response(watch_html())

@@ -9,14 +9,12 @@ from typing import Any
 from zerobubble.run_folder import drifts
 from zerobubble.units import NS_PER_S, show_ms
 from zerobubble.watch.rank_log import medians, stage_of
-from zerobubble.watch.run import Run
+from zerobubble.watch.run import WatchedRun
 
 
-def figures(run: Run) -> dict[str, Any]:
+def figures(run: WatchedRun) -> dict[str, Any]:
     """Return the state of a run for `json`. Times are in seconds, `at` and `now` in unix time; unknown figures are None."""
-    status, plan, logs = run.status(), run.plan, list(run.logs.values())
-    recent = [log for log in logs if log.recent]
-    latest = next((log.last for log in recent if log.last is not None and log.last.step == run.step), None)
+    status, logs = run.status(), list(run.logs.values())
     return {
         "run": run.name,
         "title": run.title,
@@ -25,11 +23,7 @@ def figures(run: Run) -> dict[str, Any]:
         "microbatches": None if run.schedule is None else run.schedule.num_microbatches,
         "status": {**status._asdict(), "state": status.state.value},
         "now": time.time(),
-        "step": None if run.step < 0 else run.step,
-        "loss": _finite(latest.loss if latest else None),
-        "step_seconds": run.step_seconds or None,
-        "bubble": mean(mean(report.bubble for report in log.recent) for log in recent) if recent else None,
-        "planned": None if plan is None else {"step_seconds": plan.makespan / 1e9, "bubble": plan.bubble_makespan},
+        **_step(run),
         "outcome": outcome(run),
         "passes": passes(run),
         "waits": waits(run),
@@ -41,7 +35,20 @@ def figures(run: Run) -> dict[str, Any]:
     }
 
 
-def outcome(run: Run) -> str:
+def _step(run: WatchedRun) -> dict[str, Any]:
+    """Return the number and figures of the latest step, and its plan."""
+    plan, recent = run.plan, [log for log in run.logs.values() if log.recent]
+    latest = next((log.last for log in recent if log.last is not None and log.last.step == run.step), None)
+    return {
+        "step": None if run.step < 0 else run.step,
+        "loss": _finite(latest.loss if latest else None),
+        "step_seconds": run.step_seconds or None,
+        "bubble": mean(mean(report.bubble for report in log.recent) for log in recent) if recent else None,
+        "planned": None if plan is None else {"step_seconds": plan.makespan / 1e9, "bubble": plan.bubble_makespan},
+    }
+
+
+def outcome(run: WatchedRun) -> str:
     """Return in sentences how the last recorded step differs from its plan, and why; empty without a plan."""
     if run.difference is None:
         return ""
@@ -53,9 +60,9 @@ def outcome(run: Run) -> str:
     return f"{text} Of a whole step of {show_ms(step)}, {rest}."
 
 
-def passes(run: Run) -> list[dict[str, Any]]:
+def passes(run: WatchedRun) -> list[dict[str, Any]]:
     """Return the recent times of the passes of each kind and stage, with their drift from the plan, or from the first steps."""
-    found = []
+    rows = []
     for rank, log in run.logs.items():
         now = medians(list(log.recent))
         reference = log.reference
@@ -63,22 +70,22 @@ def passes(run: Run) -> list[dict[str, Any]]:
         by_first = {name: seconds / reference[name] - 1 for name, seconds in now.items() if reference.get(name)}
         for name, seconds in now.items():
             drift = by_plan.get(name, by_first.get(name))
-            found.append({"rank": rank, "stage": stage_of(name), "passes": name, "seconds": seconds, "drift": drift})
-    return sorted(found, key=lambda row: (row["stage"], row["rank"]))
+            rows.append({"rank": rank, "stage": stage_of(name), "passes": name, "seconds": seconds, "drift": drift})
+    return sorted(rows, key=lambda row: (row["stage"], row["rank"]))
 
 
-def waits(run: Run) -> list[dict[str, Any]]:
+def waits(run: WatchedRun) -> list[dict[str, Any]]:
     """Return the mean seconds of a step in which each rank waited for messages of each other one, without pairs that never waited."""
-    found = []
+    rows = []
     for rank, log in run.logs.items():
         others = sorted({other for report in log.recent for other, seconds in report.waits.items() if seconds})
         for other in others:
             seconds = mean(report.waits.get(other, 0.0) for report in log.recent)
-            found.append({"rank": rank, "waits_for": other, "seconds": seconds})
-    return found
+            rows.append({"rank": rank, "waits_for": other, "seconds": seconds})
+    return rows
 
 
-def memory(run: Run) -> list[dict[str, Any]]:
+def memory(run: WatchedRun) -> list[dict[str, Any]]:
     """Return the bytes held for backward on each rank, as measured last and as forecast by the costs."""
     forecast = dict(enumerate(run.forecast))
     measured = {rank: log.peak_bytes for rank, log in run.logs.items()}

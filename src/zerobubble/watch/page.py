@@ -18,7 +18,7 @@ from zerobubble.view import MemoryRow, Viewed
 from zerobubble.view.assets import asset, script, shell
 from zerobubble.view.page import section, table, viewer_data
 from zerobubble.view.report_page import card, memory_section
-from zerobubble.watch.run import Run, State
+from zerobubble.watch.run import RunState, WatchedRun
 from zerobubble.watch.series import Series, mean_of
 
 PACKAGES = ("zerobubble.watch", "zerobubble.view")
@@ -28,7 +28,7 @@ MOST_ROWS = 16
 MOST_LINES = 8
 """The most lines in a chart of stages."""
 COLORS = (*(traits_of(kind).color for kind in (Kind.F, Kind.W, Kind.B)), "#8e6bbf", "#b5475f", "#7d6a4f", "#3d8fa8", "#5f7d3a")
-ENDED = (State.FAILED, State.GONE, State.SILENT)
+ENDED = (RunState.FAILED, RunState.GONE, RunState.SILENT)
 """States of a run that needs its reader."""
 
 
@@ -44,7 +44,7 @@ def watch_html() -> str:
     return shell("zerobubble watch", body, asset("page.css") + asset("watch.css", PACKAGES), script("watch.js", PACKAGES))
 
 
-def page_parts(runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def page_parts(runs: Sequence[WatchedRun], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the parts of the page for `json`. `states` are the figures of the runs."""
     return {
         "title": " and ".join(f"{state['title']}: {state['status']['state']}" for state in states),
@@ -57,18 +57,18 @@ def page_parts(runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> dict[st
     }
 
 
-def timeline_parts(runs: Sequence[Run]) -> dict[str, Any] | None:
+def timeline_parts(runs: Sequence[WatchedRun]) -> dict[str, Any] | None:
     """Returns the data of the viewer: the last step that all ranks recorded, of each run, below its plan; None before the first."""
-    viewed = [replace(each, timeline=_named(each.timeline, run, runs)) for run in runs for each in _viewed(run)]
+    viewed = [replace(view, timeline=_named(view.timeline, run, runs)) for run in runs for view in _viewed(run)]
     return viewer_data(viewed) if viewed else None
 
 
-def _named(timeline: Timeline, run: Run, runs: Sequence[Run]) -> Timeline:
+def _named(timeline: Timeline, run: WatchedRun, runs: Sequence[WatchedRun]) -> Timeline:
     """Returns a timeline with the name of its run, if there are several."""
     return replace(timeline, name=run.title) if len(runs) > 1 else timeline
 
 
-def _viewed(run: Run) -> Iterator[Viewed]:
+def _viewed(run: WatchedRun) -> Iterator[Viewed]:
     if run.details is None:
         return
     if run.plan is not None:
@@ -76,7 +76,7 @@ def _viewed(run: Run) -> Iterator[Viewed]:
     yield Viewed(run.details, gaps=_gaps(run))
 
 
-def _gaps(run: Run) -> Sequence[Sequence[Gap]]:
+def _gaps(run: WatchedRun) -> Sequence[Sequence[Gap]]:
     """Returns what ranks waited for; empty without costs, and for a step of another schedule than the last one."""
     if run.details is None or run.schedule is None or run.costs is None:
         return ()
@@ -86,7 +86,7 @@ def _gaps(run: Run) -> Sequence[Sequence[Gap]]:
         return ()
 
 
-def _lead(runs: Sequence[Run]) -> str:
+def _lead(runs: Sequence[WatchedRun]) -> str:
     steps = [f"step {run.details_step} of {run.title}" for run in runs if run.details is not None]
     if not steps:
         return "No step has been recorded in detail yet."
@@ -174,13 +174,13 @@ def _comparison(states: Sequence[dict[str, Any]]) -> str:
     return section("runs", "Runs", table(("run", "schedule", "ranks", "last step", *titles[4:]), rows))
 
 
-def _charts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    found = [run.series for run in runs]
+def _charts(runs: Sequence[WatchedRun]) -> Iterator[dict[str, Any]]:
+    all_series = [run.series for run in runs]
     names = [run.title for run in runs]
     for name, title, factor in (("loss", "Loss", 1.0), ("step_seconds", "Step, ms", 1e3), ("bubble", "Bubble, %", 100.0)):
-        yield _chart(title, {run: series[name] for run, series in zip(names, found, strict=True) if name in series}, factor)
-    for run, series in zip(names, found, strict=True):
-        stages = {name: one for name, one in series.items() if name.startswith("stage ")}
+        yield _chart(title, {run: series[name] for run, series in zip(names, all_series, strict=True) if name in series}, factor)
+    for run, series in zip(names, all_series, strict=True):
+        stages = {name: values for name, values in series.items() if name.startswith("stage ")}
         most = dict(sorted(stages.items(), key=lambda item: -_change(item[1]))[:MOST_LINES])
         title = f"Time of a stage, ms{f', of {run}' if len(runs) > 1 else ''}"
         yield _chart(title, {name: stages[name] for name in stages if name in most}, 1e3, plain=True)
@@ -212,7 +212,7 @@ def _rounded(value: float | None, factor: float) -> float | None:
     return None if value is None else float(f"{value * factor:.5g}")
 
 
-def _tables(runs: Sequence[Run], states: Sequence[dict[str, Any]], place: int) -> Iterator[str]:
+def _tables(runs: Sequence[WatchedRun], states: Sequence[dict[str, Any]], place: int) -> Iterator[str]:
     run, state = runs[place], states[place]
     name = f" of {escape(run.title)}" if len(runs) > 1 else ""
     yield section(f"stages-{place}", f"Stage times{name}", *_stages(run, state))
@@ -221,7 +221,7 @@ def _tables(runs: Sequence[Run], states: Sequence[dict[str, Any]], place: int) -
     yield memory_section(rows, f"Memory held for backward{name}", f"memory-{place}")
 
 
-def _stages(run: Run, state: dict[str, Any]) -> tuple[str, str]:
+def _stages(run: WatchedRun, state: dict[str, Any]) -> tuple[str, str]:
     rows = sorted(state["passes"], key=lambda row: -abs(row["drift"] or 0.0))
     against = "the plan" if run.costs is not None else "the first steps of the run"
     lead = f"Median times of passes in the last steps, against {against}."
@@ -245,8 +245,8 @@ def _waits(state: dict[str, Any]) -> tuple[str, str]:
         for seconds, rank, other in pairs[:MOST_ROWS]
     ]
     head = '<tr><th scope="col">ranks</th><th scope="col">time</th><th scope="col">share of the step</th><th scope="col"></th></tr>'
-    made = f'<div class="scroll" tabindex="0"><table class="figures"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>\n'
-    return made, escape(lead)
+    table = f'<div class="scroll" tabindex="0"><table class="figures"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>\n'
+    return table, escape(lead)
 
 
 def _ms(seconds: float) -> str:

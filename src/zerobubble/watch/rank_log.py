@@ -150,10 +150,10 @@ class RankLog:
 
 def stage_seconds(passes: dict[str, float] | Any) -> dict[int, float]:
     """Return the seconds of one pass of each kind together, by stage."""
-    found: dict[int, float] = defaultdict(float)
+    by_stage: dict[int, float] = defaultdict(float)
     for name, seconds in passes.items():
-        found[stage_of(name)] += seconds
-    return dict(found)
+        by_stage[stage_of(name)] += seconds
+    return dict(by_stage)
 
 
 def stage_of(name: str) -> int:
@@ -167,4 +167,4 @@ def medians(reports: list[StepReport]) -> dict[str, float]:
     for report in reports:
         for name, seconds in report.passes.items():
             times[name].append(seconds)
-    return {name: median(found) for name, found in times.items()}
+    return {name: median(values) for name, values in times.items()}

@@ -23,7 +23,7 @@ REMEDY = "restore it, or record again"
 Content = TypeVar("Content")
 
 
-class Header(NamedTuple):
+class RunHeader(NamedTuple):
     """The schedule of a run and its costs, the step simulated with them, and the most bytes that each rank holds by them."""
 
     schedule: Schedule | None = None
@@ -32,7 +32,7 @@ class Header(NamedTuple):
     forecast: tuple[int, ...] = ()
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Header:
+    def from_dict(cls, data: Mapping[str, Any]) -> RunHeader:
         """Reads the JSON form. Raises `ZeroBubbleError` for anything else."""
         if data.get("format") != FORM:
             message = "it has the form {got!v}, and this version of zerobubble reads {expected!v}"

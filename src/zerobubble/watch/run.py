@@ -20,7 +20,7 @@ from zerobubble.ir import Schedule
 from zerobubble.run_folder import HEADER, MOST_RANKS, NUM_DETAILS, detail_name, log_name
 from zerobubble.timeline import Timeline
 from zerobubble.watch.rank_log import RankLog
-from zerobubble.watch.records import REMEDY, Details, Header, Remembered, timeline_of
+from zerobubble.watch.records import REMEDY, Details, Remembered, RunHeader, timeline_of
 from zerobubble.watch.series import Series, mean_of
 
 _RIGHT_FOLDER = "give the folder of zb.hooks.Telemetry(folder=...)"
@@ -31,7 +31,7 @@ SILENT_STEPS = 20
 """The same, in steps of the run."""
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """The state of a run: it begins (no step yet), runs, has been silent for long, was closed, failed, or its processes are gone."""
 
     BEGINS = "begins"
@@ -42,17 +42,17 @@ class State(StrEnum):
     GONE = "gone"
 
 
-class Status(NamedTuple):
+class RunStatus(NamedTuple):
     """The state of a run since `at` (unix time), why, and the rank and pass to blame if they are known."""
 
-    state: State
+    state: RunState
     at: float
     why: str = ""
     rank: int | None = None
     op: str | None = None
 
 
-class Run:
+class WatchedRun:
     """A run folder. `refresh` reads what is new.
 
     Attributes:
@@ -77,9 +77,9 @@ class Run:
         if not self._folder.is_dir():
             raise InputError("there is no folder {folder}", folder=folder, remedy=_RIGHT_FOLDER)
         self._all_logs: dict[int, RankLog] = {}
-        self._header = Remembered(self._folder / HEADER, Header.from_dict)
+        self._header = Remembered(self._folder / HEADER, RunHeader.from_dict)
         self._details: dict[tuple[int, int], Remembered[Details]] = {}
-        self.header = Header()
+        self.header = RunHeader()
         self.details: Timeline | None = None
         self.difference: Difference | None = None
         self.details_step = -1
@@ -170,28 +170,35 @@ class Run:
         except ZeroBubbleError:
             return None
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         """Return whether the run goes on, and otherwise when and why it ended."""
+        latest = max((log.begin.at for log in self.logs.values() if log.begin), default=0.0)
+        at = max((log.at for log in self.logs.values()), default=0.0) or latest
+        if ended := self._ended(latest, at):
+            return ended
+        if self.step < 0:
+            return RunStatus(RunState.BEGINS, latest, "no step has ended yet")
+        quiet, limit = time.time() - at, max(SILENT_S, SILENT_STEPS * self.step_seconds)
+        if quiet > limit:
+            return RunStatus(
+                RunState.SILENT, at, f"no step has ended for {quiet:.0f} s; the last steps took {self.step_seconds:.2g} s each"
+            )
+        return RunStatus(RunState.RUNS, at)
+
+    def _ended(self, latest: float, at: float) -> RunStatus | None:
+        """Return how the part of the run that began at `latest` ended; `at` is its last sign of life. None if it goes on."""
         logs = self.logs
-        latest = max((log.begin.at for log in logs.values() if log.begin), default=0.0)
         # A rank that has not begun again still has the end of the part before.
         ended = [log.end for log in logs.values() if log.end is not None and log.end.at >= latest]
         failures = [end for end in ended if end.message]
         if failures:
             first = min(failures, key=lambda end: end.at)
-            return Status(State.FAILED, first.at, first.message, first.rank, first.op)
-        at = max((log.at for log in logs.values()), default=0.0) or latest
+            return RunStatus(RunState.FAILED, first.at, first.message, first.rank, first.op)
         gone = [rank for rank, log in logs.items() if _is_gone(log)]
         if gone:
-            return Status(State.GONE, at, self._gone_text(gone), gone[0])
-        if ended and len(ended) == len(logs):
-            return Status(State.CLOSED, max(end.at for end in ended), "the pipeline was closed")
-        if self.step < 0:
-            return Status(State.BEGINS, latest, "no step has ended yet")
-        quiet, limit = time.time() - at, max(SILENT_S, SILENT_STEPS * self.step_seconds)
-        if quiet > limit:
-            return Status(State.SILENT, at, f"no step has ended for {quiet:.0f} s; the last steps took {self.step_seconds:.2g} s each")
-        return Status(State.RUNS, at)
+            return RunStatus(RunState.GONE, at, self._gone_text(gone), gone[0])
+        is_closed = bool(ended) and len(ended) == len(logs)
+        return RunStatus(RunState.CLOSED, max(end.at for end in ended), "the pipeline was closed") if is_closed else None
 
     def _gone_text(self, gone: list[int]) -> str:
         begin = self.logs[gone[0]].begin

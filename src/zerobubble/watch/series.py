@@ -55,9 +55,9 @@ class Series:
 
 def mean_of(several: list[Series], width: int = 1) -> Series:
     """Return the series of the mean over all values of several series, in the widest of their bins and of `width`."""
-    found = Series()
-    found.width = max(width, *(series.width for series in several), 1)
+    mean = Series()
+    mean.width = max(width, *(series.width for series in several), 1)
     for series in several:
         for place, (total, count) in series._bins.items():
-            found._put(place * series.width // found.width, total, count)
-    return found
+            mean._put(place * series.width // mean.width, total, count)
+    return mean
