@@ -528,6 +528,35 @@ class Remembering(Block):
         return x + attended
 
 
+class Queue(nn.Module):
+    """Compares with the keys of earlier batches, as MoCo does; with `width`, keys go through a last layer here."""
+
+    def __init__(self, width: int = 0) -> None:
+        super().__init__()
+        self.last = nn.Linear(width, width) if width else nn.Identity()
+        self.register_buffer("keys", torch.ones(16, WIDTH))
+        self.register_buffer("next", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, first = self.last(x), int(self.next)
+        similarities = x @ self.keys.clone().mT
+        self.keys[first : first + len(x)] = x.detach()
+        self.next.add_(len(x)).remainder_(16)
+        return similarities
+
+
+class Queues(Layers):
+    """A queue and the layers that give it keys, in one module."""
+
+    def set_up(self) -> None:
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Queue())
+
+
+class QueuesInAPart(Layers):
+    def set_up(self) -> None:
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Queue(WIDTH))
+
+
 class HooksOnTheModel(Layers):
     def set_up(self) -> None:
         self.register_forward_hook(lambda _, __, output: 2 * output)
@@ -537,7 +566,7 @@ RIGHT: list[type[nn.Module]] = [
     ReadsDevicesInsideParts,
     *(Layers, Blocks, InAPlainDict, InAModuleDict, ListsOfParameters, Parametrized, TellsLayersApart, BackwardHooks),
     *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward, DifferentiatesInside, Remembers),
-    *(ReadsByNumpy, InvertsSpectra, NamesAModuleTwice),
+    *(ReadsByNumpy, InvertsSpectra, NamesAModuleTwice, QueuesInAPart),
 ]
 REFUSED: list[tuple[type[nn.Module], Stated]] = [
     (TrainsTheParent, ("layers.0", 4)),
@@ -560,6 +589,7 @@ REFUSED: list[tuple[type[nn.Module], Stated]] = [
     (NestsInside, ("layers.0", "tensor")),
     (ReentrantCheckpoints, ("layers.0", "torch.utils.checkpoint", "use_reentrant=True")),
     (Reversible, ("layers.0", "torch.autograd.Function")),
+    (Queues, ("head.1", "head.2.keys")),
     (HooksOnTheModel, ("HooksOnTheModel", "zb.split", "forward_hooks")),
 ]
 

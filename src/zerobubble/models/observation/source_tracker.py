@@ -218,7 +218,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "cannot repeat",
                     sources=named(_without_draws(sources)),
                     buffer=self._buffers[storage],
-                    remedy="keep the buffer in the part that writes it",
+                    remedy="move the buffer and the code that writes it into a part: a module with parameters "
+                    "and without a list of blocks, such as the last layer before that code",
                 )
             self._of_storages[storage] = self._sources_of(tensor) | sources
 
