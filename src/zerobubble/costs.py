@@ -616,7 +616,7 @@ class Costs(Displayed):
         """Read `data`, as `to_dict` returns it; raises `ParseError` if a part is missing or malformed."""
         with reading("costs", data):
             columns = {name: tuple(map(whole, (_OPTIONAL | data)[name])) for name in _COLUMNS}
-            further = {str(name): tuple(map(whole, values)) for name, values in data.get("further", {}).items()}
+            further = {str(name): tuple(map(whole, values)) for name, values in dict(data.get("further", {})).items()}
             placement = Placement.from_dict(data["placement"]) if "placement" in data else None
             shares, slices = tuple(data.get("shares", ())), slices_from(data.get("slices", ()))
             return cls(**columns, placement=placement, further=tuple(further.items()), shares=shares, slices=slices)

@@ -158,7 +158,7 @@ def opened_regular(file: str | Path) -> Iterator[BufferedReader]:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as opened:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise InputError("cannot read {file}: it is not a regular file", file=str(file))
+                raise InputError("cannot read {file}: it is not a regular file", file=str(file), remedy="remove it, or name another file")
             yield opened
     except OSError as error:
         raise unusable("read", file, error) from error

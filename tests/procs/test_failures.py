@@ -290,24 +290,31 @@ def test_targets_that_cannot_be_cut_end_only_a_step_that_others_have_begun(world
         states(closing, 3, 4, "microbatches")
 
 
-def wrong_loops(group: Any) -> tuple[str, str]:
-    """The errors of `backward` on the loss of a step, and of targets of another batch size, which ends the pipeline."""
+def wrong_loops(group: Any) -> tuple[str, str, str]:
+    """The errors of `backward` on the loss of a step, and of targets of another size: given to both ranks, or to the last one alone.
+
+    Only the second, which the first rank does not see, ends the pipeline.
+    """
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         inputs, targets = batch(4)
         loss = pipe.step(inputs, targets)
         with pytest.raises(zb.InputError) as backward:
             loss.backward()
-        with pytest.raises(zb.PipelineError) as caught:
+        with pytest.raises(zb.InputError) as seen:
             pipe.step(inputs, targets[:4])
+        assert pipe.step(inputs, targets) == loss
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(inputs, targets[:4] if pipe.rank else None)
         with pytest.raises(zb.PipelineError):
             pipe.step(inputs, targets)
-    return str(backward.value), str(caught.value)
+    return str(backward.value), str(seen.value), str(caught.value)
 
 
 def test_troubleshooting_names_the_errors_of_wrong_training_loops(world: Ranks) -> None:
     page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    for backward, sizes in world.run(wrong_loops, ranks=2):
+    for backward, seen, sizes in world.run(wrong_loops, ranks=2):
         assert backward.partition(",")[0] in page
+        states(seen, "targets", 8, 4)
         states(sizes, "rank 1", 8, 4)
 
 

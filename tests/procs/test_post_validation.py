@@ -440,7 +440,7 @@ def test_optimizers_that_are_left_out_are_named(world: Ranks, tmp_path: Path) ->
             f"{kind}.step(): ",
             "AdamW has stepped parameters of this pipeline that",
             f"{kind} has stepped parameters of this pipeline that AdamW does not hold",
-            "a parameter is in two of the optimizers AdamW, AdamW",
+            "a parameter is in two groups of the optimizers AdamW, AdamW",
             f"{kind}.step() bypasses the PostValidation",
             f"SGD steps parameters of a pipeline whose PostValidation has AdamW, {kind}",
             "the optimizer lacks",

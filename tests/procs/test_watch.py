@@ -359,10 +359,11 @@ def test_telemetry_writes_through_no_link_in_its_folder(tmp_path: Path) -> None:
         with raises(zb.InputError, folder=str(folder)):
             step_recorder.FolderKeeper(folder, 0, 1, schedule, None)
         link.unlink()
-    os.mkfifo(link)
-    with raises(zb.InputError, file=str(link)):
-        step_recorder.FolderKeeper(folder, 0, 1, schedule, None)
-    link.unlink()
+    for make in (lambda: link.hardlink_to(precious), lambda: os.mkfifo(link)):
+        make()
+        with raises(zb.InputError, file=str(link)):
+            step_recorder.FolderKeeper(folder, 0, 1, schedule, None)
+        link.unlink()
     linked = tmp_path / "latest"
     linked.symlink_to(folder)
     step_recorder.FolderKeeper(linked, 0, 1, schedule, None).close(None)

@@ -49,6 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_fn": nn.MSELoss}, "got the class MSELoss: give an instance, MSELoss()"),
     ({"loss_fn": lambda output: output}, "got a function: this one takes (output)"),
     ({"build_or_modules": lambda: nn.Linear(4, 4)}, "got a function: this one takes ()"),
+    ({"build_or_modules": [nn.LazyLinear(4)]}, "'weight' of LazyLinear is not initialized"),
     ({"build_or_modules": nn.ReLU}, "got the class ReLU: this one takes (inplace)"),
     ({"on_loss": lambda loss: None}, "got a function: this one takes (loss)"),
     ({"loss_fn": None, "timeout": None}, "got None; timeout must be a number of seconds from 0.1 to 1000000, got None"),

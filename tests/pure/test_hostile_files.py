@@ -184,6 +184,7 @@ WRONG: list[tuple[Callable[[], object], Stated]] = [
     (lambda: loads(in_plan("bound.reason", '"\\u001b[31m"')), ("'\\x1b[31m'", "printable")),
     (lambda: loads(in_plan("schedule.name", json.dumps("x" * 2**20))), ("name", "schedule", 1000)),
     (lambda: loads('{"format": "zerobubble costs 1", "comm": [], "comm": []}'), ("comm", "object")),
+    (lambda: zb.Costs.from_dict(zb.Costs.uniform(2).to_dict() | {"further": 7}), ("costs", "JSON")),
     (lambda: loads(with_part(FORMS["costs"], ("forward", 0), str(10**16))), ("stage 0", "forward")),
     (lambda: loads(with_part(FORMS["workload"], ("comm", 1), str(10**16))), ("rank 1", "comm")),
     (lambda: loads(with_part(FORMS["costs"], ("placement", "ranks"), str(10**18))), (999999999999999978, "stage")),

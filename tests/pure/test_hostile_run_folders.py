@@ -153,7 +153,11 @@ def link_to_itself(file: Path) -> None:
     file.symlink_to(file.name)
 
 
-@pytest.mark.parametrize("make", [make_pipe, make_socket, link_to_device, link_to_itself, Path.mkdir])
+def link_to_unreadable(file: Path) -> None:
+    file.symlink_to("/proc/self/mem")  # a regular file, of which no byte can be read
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_socket, link_to_device, link_to_itself, link_to_unreadable, Path.mkdir])
 @pytest.mark.parametrize("name", [HEADER, log_name(0), "rank-1.detail-0.json"])
 def test_only_regular_files_are_read(recorded: Recorded, make: Callable[[Path], None], name: str) -> None:
     open_before = WatchedRun(str(recorded.folder))

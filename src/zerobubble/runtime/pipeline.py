@@ -287,8 +287,8 @@ class Pipeline(RefusesModuleCalls):
         passes or without this number of microbatches, inputs or targets that cannot be split, inside `torch.no_grad()`, and if another
         thread uses the pipeline; also after a step in which no loss requires a gradient. Raises `PipelineError` on every rank if any rank
         fails, or is called differently from the others. Targets and `kwargs` of another batch size than the inputs are such a failure,
-        which closes the pipeline: their ranks compare sizes once the step has begun. So are targets that cannot be split if the first rank
-        was not given any.
+        which closes the pipeline, unless the first rank gets them, too: other ranks compare sizes once the step has begun. So are targets
+        that cannot be split if the first rank was not given any.
         """
         return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
 

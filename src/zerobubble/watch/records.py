@@ -97,13 +97,14 @@ class Remembered(Generic[Content]):
             state = os.fstat(file.fileno())
             stamp = (state.st_ino, state.st_size, state.st_mtime_ns)
             if stamp != self._stamp:
-                self._stamp, self._content, self._fault = stamp, None, None
+                self._content, self._fault = None, None
                 try:
                     self._content = self._read(_object_in(read_whole(file, MOST_BYTES)))
                 except (ZeroBubbleError, RecursionError) as error:
                     fields = error.fields if isinstance(error, InputError) else {}
                     named = {"got": fields.get("got"), "expected": fields.get("expected")}
                     self._fault = InputError("{file} is damaged: {cause}", file=str(self._path), cause=str(error), remedy=REMEDY, **named)
+                self._stamp = stamp
         if self._fault is not None:
             raise self._fault
         assert self._content is not None

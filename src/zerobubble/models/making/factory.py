@@ -21,7 +21,7 @@ from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
 from zerobubble.models.making.checkpoint_reads import reading
 from zerobubble.models.making.runs import Making, NeededError, Origins, making_by
-from zerobubble.models.observation.unfit import refuse_lazy
+from zerobubble.runtime.values.stateful import refuse_lazy
 
 MAKES_A_MODEL = Wanted("a function () -> nn.Module", callable)
 _MOST_RUNS = 20

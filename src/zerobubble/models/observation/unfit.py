@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
 from zerobubble.runtime.split.weight_flops import is_wrapped
+from zerobubble.runtime.values.stateful import refuse_lazy
 
 _INSIDE = "give zb.split the module that it wraps"
 _REPLICAS = f"{_INSIDE}, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
@@ -71,18 +71,6 @@ def refuse_unfit(model: nn.Module) -> None:
             kind_of = "quantized" if parameter.is_quantized else f"sparse ({parameter.layout})"
             raise InputError(
                 "parameter {name!r} is {kind_of}, and stages cannot sum and send its gradients", name=name, kind_of=kind_of, remedy=_PLAIN
-            )
-
-
-def refuse_lazy(model: nn.Module) -> None:
-    """Raises `InputError` for a parameter or buffer that gets its shape in the first forward."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise InputError(
-                "{name!r} of {model} is not initialized: a lazy module creates it in its first forward, but a stage must know its shape",
-                name=name,
-                model=type(model).__name__,
-                remedy="call the model once on a batch before zb.split, or in the function that creates it",
             )
 
 

@@ -42,7 +42,10 @@ class RankLogFile:
         self._reserved_at = -1
         try:
             if not stat.S_ISREG(os.fstat(self._handle).st_mode):
-                raise InputError("cannot record the run in {file}: it is not a regular file", file=str(path))
+                raise InputError("cannot record the run in {file}: it is not a regular file", file=str(path), remedy="give another folder")
+            if os.fstat(self._handle).st_nlink > 1:
+                message = "cannot record the run in {file}: it is a link to a file that has another name, too"
+                raise InputError(message, file=str(path), remedy="give another folder")
             self._lock(folder, rank)
         except BaseException:
             self.close()

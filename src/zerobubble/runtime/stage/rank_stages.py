@@ -31,7 +31,7 @@ from zerobubble.runtime.values.buffers import in_mode
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Tensors, tensors_in, with_keywords
 from zerobubble.runtime.values.random_state import seed_for, seeded
-from zerobubble.runtime.values.stateful import forms_kept
+from zerobubble.runtime.values.stateful import forms_kept, refuse_lazy
 from zerobubble.units import counted
 
 Build = Callable[[int, int], nn.Module]
@@ -284,6 +284,7 @@ def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedul
     for index, module in zip(indices, built, strict=True):
         if not isinstance(module, nn.Module):
             raise wrong(f"stage {index}", module, "an nn.Module")
+        refuse_lazy(module)
     return dict(zip(indices, built, strict=True))
 
 

@@ -48,9 +48,9 @@ def _refuse_repeated(optimizers: Sequence[Optimizer]) -> None:
     parameters = list(parameters_of(optimizers))
     if len(set(parameters)) < len(parameters):
         raise InputError(
-            "a parameter is in two of the optimizers {optimizers}",
+            "a parameter is in two groups of the optimizers {optimizers}",
             optimizers=kinds_of(optimizers),
-            remedy="give each parameter to one of them",
+            remedy="give each parameter to one group",
         )
 
 

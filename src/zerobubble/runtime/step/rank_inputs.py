@@ -69,6 +69,7 @@ class RankInputs:
         targets = self._targets()
         if self.is_first:
             _refuse_views(inputs, targets)
+            refuse_other_size("targets", targets.batch_size, inputs.batch_size)
             self.named = self._named(inputs.batch_size, inputs)
         self.batch, self.targets = self._placed("inputs", inputs), self._placed("targets", targets) if self.is_last else NO_BATCH
         self.arguments = [as_arguments(microbatch) for microbatch in self.batch.microbatches]

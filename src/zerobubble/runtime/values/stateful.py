@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerobubble.errors import InputError
 from zerobubble.runtime.values.refusing import Refusing
 
 _OURS = __name__.partition(".")[0] + "."
@@ -122,3 +123,15 @@ def forms_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 def _holders_of(tensor: Tensor) -> list[Any]:
     """Returns a stateful tensor, and the objects in its attributes that have attributes of their own."""
     return [tensor, *(value for value in vars(tensor).values() if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)))]
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises `InputError` for a parameter or buffer that gets its shape in the first forward."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                "{name!r} of {model} is not initialized: a lazy module creates it in its first forward, but a stage must know its shape",
+                name=name,
+                model=type(model).__name__,
+                remedy="call the model or stage once on a batch before, or in the function that creates it",
+            )
