@@ -23,7 +23,7 @@ from tests.browser.explorer import serving
 from zerobubble.explorer import app, connections
 from zerobubble.explorer.answer import Answer, answer
 from zerobubble.explorer.app import make_app
-from zerobubble.explorer.kept import Kept
+from zerobubble.explorer.kept import AnswerCache
 from zerobubble.explorer.places import BusyError, Places
 from zerobubble.explorer.question import Question
 from zerobubble.explorer.searching import MOST_SEARCHES
@@ -155,7 +155,7 @@ def test_ctrl_c_does_not_wait_for_an_answer() -> None:
 
 def test_the_oldest_answers_are_released() -> None:
     made = []
-    kept = Kept(lambda question: made.append(question) or question, int, most=10)
+    kept = AnswerCache(lambda question: made.append(question) or question, int, most=10)
     for question in (4, 5, 4, 3, 4, 5, 11, 4):
         assert kept(question) == question
         assert kept.bytes <= 10

@@ -14,7 +14,7 @@ from zerobubble.explorer.answer import answer, answer_to_dict
 from zerobubble.explorer.app import refusal
 from zerobubble.explorer.question import MOST_TEXT, REMEDIES, Question, read_question
 from zerobubble.explorer.searching import read_search
-from zerobubble.explorer.workshop import BlockQuestion, made_to_dict, make_block, read_block_question
+from zerobubble.explorer.workshop import BlockQuestion, block_to_dict, make_block, read_block_question
 from zerobubble.export import dumps
 from zerobubble.run_folder import HEADER, detail_name, log_name
 from zerobubble.watch.app import WatchApp
@@ -108,7 +108,7 @@ def test_a_wrong_field_or_file_of_the_explorer(asked: Mapping[str, Any], field: 
 
 @pytest.mark.parametrize(("asked", "field", "word"), BLOCKS)
 def test_a_wrong_field_of_the_building_blocks(asked: Mapping[str, Any], field: str, word: str) -> None:
-    (fault,) = faults_of(lambda: made_to_dict(make_block(read_block_question(asked))))
+    (fault,) = faults_of(lambda: block_to_dict(make_block(read_block_question(asked))))
     is_answered(fault, field, word)
 
 

@@ -57,9 +57,9 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """A schedule played: `limits` are the bytes that each rank may hold, empty without a limit; `plan` is what a plan file says.
+    """A schedule with its costs and timeline. `limits` are the bytes that each rank may hold, empty without a limit.
 
-    `estimate` is where the costs of a model on GPUs come from.
+    `plan` is set if a plan file is open, and `estimate` if the costs are those of a model on GPUs.
     """
 
     question: Question
@@ -111,7 +111,7 @@ class Answer:
 class Below:
     """What the question draws below the schedule: the `other` schedule of a comparison, and a measured `run`.
 
-    `faults` are the errors of those that cannot be drawn. The schedule is drawn without them.
+    If one of them cannot be drawn, its error is in `faults`, and the schedule is drawn without it.
     """
 
     other: Answer | None
@@ -139,13 +139,13 @@ def answer(question: Question) -> Answer:
     return Answer(question, schedule, costs, timeline, _limits(question, schedule, costs) or limits, plan, estimate)
 
 
-def _below(made: Answer) -> Below:
+def _below(played: Answer) -> Below:
     faults: list[FieldError] = []
     other, run = None, None
     with _noted(faults):
-        other = _compared(made)
+        other = _compared(played)
     with _noted(faults):
-        run = _measured_run(made)
+        run = _measured_run(played)
     return Below(other, run, tuple(faults))
 
 
@@ -158,19 +158,19 @@ def _noted(faults: list[FieldError]) -> Iterator[None]:
         faults.append(error)
 
 
-def _compared(made: Answer) -> Answer | None:
+def _compared(played: Answer) -> Answer | None:
     """The schedule that the question compares with: of the same shape, with the same times. Raises `FieldError` at its field."""
-    question, shape = made.question, made.schedule
+    question, shape = played.question, played.schedule
     if not question.versus:
         return None
     asked = replace(question, schedule=question.versus, ranks=shape.num_ranks, microbatches=shape.whole_microbatches)
     try:
-        found = answer(replace(asked, **_shape_of_other(question), file="", file_name=""))
-        if made.plan is None or question.costs:
-            return found
-        workload = made.plan.problem.workload
-        costs = made.costs if workload is None else workload.costs(found.schedule.placement)
-        return replace(found, costs=costs, timeline=simulate(found.schedule, costs))
+        other = answer(replace(asked, **_shape_of_other(question), file="", file_name=""))
+        if played.plan is None or question.costs:
+            return other
+        workload = played.plan.problem.workload
+        costs = played.costs if workload is None else workload.costs(other.schedule.placement)
+        return replace(other, costs=costs, timeline=simulate(other.schedule, costs))
     except ZeroBubbleError as error:
         raise FieldError("versus", str(error), str(error.fields.get("remedy", ""))) from error
 
@@ -184,15 +184,15 @@ def _shape_of_other(question: Question) -> dict[str, Any]:
     return {"stages": question.stages if recipe.any_stages else None, "options": ",".join(words)}
 
 
-def _measured_run(made: Answer) -> Viewed | None:
+def _measured_run(played: Answer) -> Viewed | None:
     """The run that the schedule is compared with, and what its ranks waited for. Raises `FieldError` for one of another schedule."""
-    if not made.question.run:
+    if not played.question.run:
         return None
     with errors_at("run"):
-        run = load_document(made.question.run)
+        run = load_document(played.question.run)
         if not isinstance(run, Timeline):
             raise InputError("this is {got}, not a timeline of a run", got=describe_document(run), remedy=REMEDIES["run"])
-        return Viewed(run, gaps=gaps(made.schedule, made.costs, run))
+        return Viewed(run, gaps=gaps(played.schedule, played.costs, run))
 
 
 def _limits_of(plan: Plan) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ def _limits_of(plan: Plan) -> tuple[int, ...]:
 
 
 def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
-    """The bytes that a model leaves for activations on each rank; empty if it does not fit even without them, as the notes then say."""
+    """The bytes that a model leaves for activations on each rank; empty if it does not fit even without activations."""
     try:
         return estimate.limits(placement).memory
     except InputError:
@@ -307,36 +307,36 @@ def _limits(question: Question, schedule: Schedule, costs: Costs) -> tuple[int, 
     return tuple(max(1, round(question.memory * size)) for size in microbatch_bytes(schedule.placement, costs))
 
 
-def answer_to_dict(made: Answer) -> dict[str, Any]:
+def answer_to_dict(played: Answer) -> dict[str, Any]:
     """What the page shows: the viewer's data, the figures, and what is noteworthy, in sentences.
 
     `faults` are the errors of fields whose timelines are drawn below the schedule.
     """
-    exceeded = (PEAK,) if _overfull(made) else (GPU_MEMORY,) if made.estimate and not made.limits else ()
-    schedule, other, run = made.schedule, made.below.other, made.below.run
-    viewed = (made.viewed, None if other is None else other.viewed, run)
+    exceeded = (PEAK,) if _overfull(played) else (GPU_MEMORY,) if played.estimate and not played.limits else ()
+    schedule, other, run = played.schedule, played.below.other, played.below.run
+    viewed = (played.viewed, None if other is None else other.viewed, run)
     return {
-        "data": viewer_data([each for each in viewed if each is not None]),
+        "data": viewer_data([view for view in viewed if view is not None]),
         "name": schedule.name,
         "ranks": schedule.num_ranks,
         "microbatches": schedule.whole_microbatches,
         "stages": schedule.placement.stages_per_rank,
-        "isPlan": made.plan is not None,
+        "isPlan": played.plan is not None,
         "figures": [
             {"label": label, "value": value, "detail": detail, "exceeds": label in exceeded}
-            for label, value, detail in _figures(made, other, run)
+            for label, value, detail in _figures(played, other, run)
         ],
-        "misfits": list(_misfits(made)),
-        "notes": list(_notes(made)),
-        "assumptions": list(made.estimate.assumptions) if made.estimate else [],
-        "faults": faults_to_list(made.below.faults),
+        "misfits": list(_misfits(played)),
+        "notes": list(_notes(played)),
+        "assumptions": list(played.estimate.assumptions) if played.estimate else [],
+        "faults": faults_to_list(played.below.faults),
     }
 
 
-def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator[tuple[str, str, str]]:
+def _figures(played: Answer, other: Answer | None, run: Viewed | None) -> Iterator[tuple[str, str, str]]:
     """Label, value and lines of detail for each figure."""
-    timeline, step = made.timeline, made.period
-    bounds = _bounds(made)
+    timeline, step = played.timeline, played.period
+    bounds = _bounds(played)
     for label, meaning, time, bound in (
         ("period", "time per step without global operations between steps", step, bounds and bounds.span),
         ("makespan", "time per step with one, such as clipping by the global norm", timeline.makespan, bounds and bounds.makespan),
@@ -346,14 +346,14 @@ def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator
     if other is not None:
         theirs = other.period
         detail = f"its period is {show_ms(theirs)}, bubble {show_percent(other.timeline.bubble_at(theirs))}; peak {_peak(other)[0]}"
-        yield f"speed against {other.schedule.name}{_memory_against(made, other)}", f"{theirs / step:.3f}×" if step else "–", detail
+        yield f"speed against {other.schedule.name}{_memory_against(played, other)}", f"{theirs / step:.3f}×" if step else "–", detail
     if run is not None:
         took = run.timeline
         detail = f"bubble {show_percent(took.bubble_makespan)}, {show_percent(took.makespan / timeline.makespan - 1)} longer than the plan"
         yield "run", show_ms(took.makespan), detail
-    yield PEAK, *_peak(made)
-    if made.estimate is not None:
-        yield from estimate_figures(made.estimate, made.schedule)
+    yield PEAK, *_peak(played)
+    if played.estimate is not None:
+        yield from estimate_figures(played.estimate, played.schedule)
 
 
 def _against(time: int, bound: int) -> str:
@@ -363,87 +363,87 @@ def _against(time: int, bound: int) -> str:
     return f"{show_percent(time / bound - 1)} above its lower bound, {show_ms(bound)}"
 
 
-def _bounds(made: Answer) -> Bounds | None:
-    """What no schedule of this placement can beat; None where there are no bounds, as for stages with copies.
+def _bounds(played: Answer) -> Bounds | None:
+    """The lower bounds of this placement; None if there are none, as for stages with copies.
 
-    Those of a plan are its own, as long as it is shown with the costs and limits that it was made for. A limit counts where the schedule
-    keeps it: one that holds more may well be shorter.
+    A plan shown with its own costs and limits keeps its own bounds. If the schedule exceeds the limits, the bounds are those without
+    limits, since such a schedule may be shorter.
     """
-    if made.plan is not None and (made.costs, made.limits) == (made.plan.problem.costs, _limits_of(made.plan)):
-        return made.plan.bounds
-    placement = made.schedule.placement
-    if len(placement.routes) > 1 or made.schedule.is_forward_only:
+    if played.plan is not None and (played.costs, played.limits) == (played.plan.problem.costs, _limits_of(played.plan)):
+        return played.plan.bounds
+    placement = played.schedule.placement
+    if len(placement.routes) > 1 or played.schedule.is_forward_only:
         return None
-    limits = Limits(made.limits) if made.limits and not _overfull(made) else None
-    return lower_bounds(placement, made.schedule.num_microbatches, made.costs, limits)
+    limits = Limits(played.limits) if played.limits and not _overfull(played) else None
+    return lower_bounds(placement, played.schedule.num_microbatches, played.costs, limits)
 
 
-def _overfull(made: Answer) -> list[int]:
+def _overfull(played: Answer) -> list[int]:
     """The ranks that hold more than their limit."""
-    return [rank for rank, (peak, limit) in enumerate(zip(_held(made), made.limits, strict=False)) if peak > limit]
+    return [rank for rank, (peak, limit) in enumerate(zip(_held(played), played.limits, strict=False)) if peak > limit]
 
 
-def _held(made: Answer) -> list[int]:
+def _held(played: Answer) -> list[int]:
     """The peak of each rank in bytes."""
-    return [figures.peak_bytes or 0 for figures in made.timeline.ranks]
+    return [figures.peak_bytes or 0 for figures in played.timeline.ranks]
 
 
-def _amounts(made: Answer, in_bytes: bool) -> list[float]:
+def _amounts(played: Answer, in_bytes: bool) -> list[float]:
     """The peak of each rank, in bytes or else in microbatches."""
-    return [count / (1 if in_bytes else size) for count, size in zip(_held(made), made.microbatch_bytes, strict=True)]
+    return [count / (1 if in_bytes else size) for count, size in zip(_held(played), played.microbatch_bytes, strict=True)]
 
 
-def _memory_against(made: Answer, other: Answer) -> str:
+def _memory_against(played: Answer, other: Answer) -> str:
     """Compares peak memory, as a multiple of the other schedule's. Empty if they are equal."""
-    own, theirs = (max(_amounts(each, made.in_bytes)) for each in (made, other))
-    ratio = f"{own / theirs:.3g}" if theirs else "1"
+    shown, theirs = (max(_amounts(side, played.in_bytes)) for side in (played, other))
+    ratio = f"{shown / theirs:.3g}" if theirs else "1"
     return "" if ratio == "1" else f", at {ratio}× its memory"
 
 
-def _peak(made: Answer) -> tuple[str, str]:
-    held, sizes = _held(made), made.microbatch_bytes
+def _peak(played: Answer) -> tuple[str, str]:
+    held, sizes = _held(played), played.microbatch_bytes
 
     def show(rank: int, count: int) -> str:
-        return show_bytes(count) if made.in_bytes else f"{count / sizes[rank]:.4g}"
+        return show_bytes(count) if played.in_bytes else f"{count / sizes[rank]:.4g}"
 
-    amounts = _amounts(made, made.in_bytes)
+    amounts = _amounts(played, played.in_bytes)
     fullest, least = amounts.index(max(amounts)), amounts.index(min(amounts))
-    unit = "" if made.in_bytes else " microbatches"
+    unit = "" if played.in_bytes else " microbatches"
     value = f"{show(fullest, held[fullest])}{unit}"
     detail = f"rank {fullest} holds most, rank {least} least: {show(least, held[least])}"
     if amounts[fullest] == amounts[least]:
         detail = "the same on every rank" if len(held) > 1 else "on the only rank"
-    if made.limits:
-        detail += f"; limit {show(fullest, made.limits[fullest])}"
+    if played.limits:
+        detail += f"; limit {show(fullest, played.limits[fullest])}"
     return value, detail
 
 
-def _misfits(made: Answer) -> Iterator[str]:
+def _misfits(played: Answer) -> Iterator[str]:
     """Describes what does not fit in memory."""
-    if made.estimate is not None and not made.limits:
+    if played.estimate is not None and not played.limits:
         yield "Does not fit: parameters, gradients and optimizer state leave no memory. Use a larger tp, more ranks or more replicas."
-    if over := _overfull(made):
+    if over := _overfull(played):
         ranks = f"rank {over[0]} holds" if len(over) == 1 else f"{len(over)} ranks hold"
         yield f"Does not fit: {ranks} more than the limit. Use Search below to find a schedule within the limit."
 
 
-def _notes(made: Answer) -> Iterator[str]:
+def _notes(played: Answer) -> Iterator[str]:
     """Where the times come from, and why ranks are idle."""
-    if made.plan is not None and not made.question.costs:
+    if played.plan is not None and not played.question.costs:
         yield "Times, messages and memory come from the plan. The fields for them are ignored."
-    elif made.estimate is not None:
+    elif played.estimate is not None:
         yield "Times, messages and memory are estimates from data sheets. Use them to compare schedules; real times are often longer."
-    elif made.question.costs:
+    elif played.question.costs:
         yield "Times and messages come from the costs file. The fields for them are ignored."
-    if sum(map(len, made.timeline.rows)) <= MOST_EXPLAINED:
-        yield _causes(made)
+    if sum(map(len, played.timeline.rows)) <= MOST_EXPLAINED:
+        yield _causes(played)
 
 
-def _causes(made: Answer) -> str:
+def _causes(played: Answer) -> str:
     """The bubble of the makespan by its causes, on the mean of the ranks, and the work of ranks that have unequal work."""
-    whole = max(1, made.timeline.num_ranks * made.timeline.makespan)
-    idle = attribute(made.schedule, made.costs)
+    whole = max(1, played.timeline.num_ranks * played.timeline.makespan)
+    idle = attribute(played.schedule, played.costs)
     causes = ", ".join(f"{CAUSES[cause]} {show_percent(time / whole)}" for cause, time in idle.overall._asdict().items() if time)
-    works = [figures.work for figures in made.timeline.ranks]
+    works = [figures.work for figures in played.timeline.ranks]
     unequal = f" Ranks have {show_ms(min(works))} to {show_ms(max(works))} of work." if idle.overall.imbalance else ""
     return f"Why ranks are idle, in shares of the makespan on average: {causes}.{unequal}" if causes else "No rank is ever idle."

@@ -24,15 +24,23 @@ from starlette.types import Receive, Scope, Send
 from zerobubble.errors import ParseError, ZeroBubbleError, parsed_json
 from zerobubble.explorer.answer import Answer, answer, answer_to_dict
 from zerobubble.explorer.forms import FORMS, command, file_names, needed_forms, python_lines, write_form
-from zerobubble.explorer.guard import Guard, page_response
-from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, Kept
+from zerobubble.explorer.guard import RequestGuard, page_response
+from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, AnswerCache
 from zerobubble.explorer.offers import offers
 from zerobubble.explorer.page import explorer_html
 from zerobubble.explorer.places import BusyError, Places
 from zerobubble.explorer.question import BY_COMMAND, MOST_TEXT, FieldError, Question, faults_to_list, read_question
 from zerobubble.explorer.searching import Searches, read_search
 from zerobubble.explorer.threads import run_in_daemon
-from zerobubble.explorer.workshop import BLOCK_FORMS, BlockQuestion, Made, made_to_dict, make_block, read_block_question, write_block_form
+from zerobubble.explorer.workshop import (
+    BLOCK_FORMS,
+    BlockAnswer,
+    BlockQuestion,
+    block_to_dict,
+    make_block,
+    read_block_question,
+    write_block_form,
+)
 
 MOST_BYTES = 2 * MOST_TEXT + 100_000
 """The most bytes of a request: two files and the fields."""
@@ -62,8 +70,8 @@ class Desk:
 def make_app(names: tuple[str, ...]) -> Starlette:
     """The application, which answers requests to its address, or to one of these `names`, from its own page or from programs."""
     desk, searches = Desk(), Searches()
-    answered = Kept(answer, _answer_bytes)
-    made = Kept(make_block, _block_bytes)
+    answered = AnswerCache(answer, _answer_bytes)
+    blocks = AnswerCache(make_block, _block_bytes)
     of_answers = {name: form.media_type for name, form in FORMS.items()}
     of_blocks = {name: form.media_type for name, form in BLOCK_FORMS.items()}
     post = partial(Route, methods=["POST"])
@@ -72,33 +80,33 @@ def make_app(names: tuple[str, ...]) -> Starlette:
         post("/api/timeline", _answered(desk, lambda question: _shown(answered(question)), read_question)),
         post("/api/offers", _answered(desk, lambda question: _fresh({"offers": list(offers(answered(question)))}), read_question)),
         post("/api/saved/{form}", _saved(desk, answered, read_question, write_form, of_answers)),
-        post("/api/workshop", _answered(desk, lambda question: _fresh(made_to_dict(made(question))), read_block_question)),
-        post("/api/workshop/saved/{form}", _saved(desk, made, read_block_question, write_block_form, of_blocks)),
+        post("/api/workshop", _answered(desk, lambda question: _fresh(block_to_dict(blocks(question))), read_block_question)),
+        post("/api/workshop/saved/{form}", _saved(desk, blocks, read_block_question, write_block_form, of_blocks)),
         post("/api/search", _searched(desk, searches)),
         post("/api/search/{number:int}/stop", _stopped(searches)),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, names=names), Middleware(GZipMiddleware, minimum_size=10_000)])
+    return Starlette(routes=routes, middleware=[Middleware(RequestGuard, names=names), Middleware(GZipMiddleware, minimum_size=10_000)])
 
 
-def _answer_bytes(given: Answer) -> int:
-    question = given.question
+def _answer_bytes(played: Answer) -> int:
+    question = played.question
     drawn = 2 if question.versus else 1
-    return OVERHEAD_BYTES + PASS_BYTES * drawn * sum(map(len, given.timeline.rows)) + len(question.file) + len(question.costs)
+    return OVERHEAD_BYTES + PASS_BYTES * drawn * sum(map(len, played.timeline.rows)) + len(question.file) + len(question.costs)
 
 
-def _block_bytes(given: Made) -> int:
-    layouts = () if given.steps is None else given.steps
+def _block_bytes(block: BlockAnswer) -> int:
+    layouts = () if block.steps is None else block.steps
     passes = sum(len(row) for layout in layouts for row in layout.timeline.rows)
-    return OVERHEAD_BYTES + PASS_BYTES * passes + len(given.question.text)
+    return OVERHEAD_BYTES + PASS_BYTES * passes + len(block.question.text)
 
 
 async def _page(request: Request) -> Response:
     return page_response(explorer_html())
 
 
-def _shown(made: Answer) -> Response:
-    lines = {"command": command(made), "python": python_lines(made), "needs": needed_forms(made), "files": file_names(made)}
-    return _fresh({**answer_to_dict(made), **lines})
+def _shown(played: Answer) -> Response:
+    lines = {"command": command(played), "python": python_lines(played), "needs": needed_forms(played), "files": file_names(played)}
+    return _fresh({**answer_to_dict(played), **lines})
 
 
 def _fresh(content: dict[str, Any]) -> Response:
@@ -123,18 +131,18 @@ def _answered(desk: Desk, respond: Callable[[Asked], Response], read: Callable[[
 
 def _saved(
     desk: Desk,
-    made: Callable[[Asked], Any],
+    make: Callable[[Asked], Any],
     read: Callable[[Any], Asked],
     write: Callable[[Any, str], str],
     media_types: dict[str, str],
 ) -> Endpoint:
-    """An endpoint that writes what is made of a question in the form that its path names; `write` refuses a form that there is not."""
+    """An endpoint that answers a question in the form that its path names; `write` refuses an unknown form."""
 
     async def endpoint(request: Request) -> Response:
         name = request.path_params["form"]
 
         def respond(question: Asked) -> Response:
-            text = write(made(question), name)
+            text = write(make(question), name)
             return Response(text, media_type=media_types[name], headers={"Cache-Control": "no-store"})
 
         return await _answered(desk, respond, read)(request)

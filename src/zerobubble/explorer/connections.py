@@ -13,7 +13,7 @@ ARRIVAL_S = 60.0
 
 
 class TimedConnection(H11Protocol):
-    """A connection that is closed if its request does not arrive within `ARRIVAL_S`: uvicorn waits without limit for the rest of one."""
+    """A connection that is closed if its request does not arrive within `ARRIVAL_S`: uvicorn has no such limit."""
 
     _arrival: TimerHandle | None = None
 
@@ -34,7 +34,7 @@ class TimedConnection(H11Protocol):
         self._stop()
 
     def _watch(self) -> None:
-        """Have the limit count while the request is incomplete. Further bytes do not restart it, since they may come one a minute."""
+        """Start the limit of a request. Further bytes do not restart it, since a slow client may send one a minute."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY) or self.transport.is_closing():
             self._stop()
         elif self._arrival is None:
@@ -52,7 +52,7 @@ class TimedConnection(H11Protocol):
         self.transport.close()
 
     def _refuse(self, sentence: str) -> None:
-        """Answer in place of the application, which hears that the client is gone."""
+        """Answer in place of the application, which sees a disconnected client."""
         body = json.dumps({"error": sentence, "field": ""}).encode()
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         for event in (h11.Response(status_code=408, headers=headers), h11.Data(data=body), h11.EndOfMessage()):

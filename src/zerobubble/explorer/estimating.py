@@ -11,7 +11,7 @@ from zerobubble.ir import Schedule
 from zerobubble.units import show_bytes, show_percent
 
 FIELDS = {"pp": "ranks", "v": "stages"}
-"""The fields of arguments that are called otherwise there."""
+"""The page's fields for arguments that have another name."""
 GPU_MEMORY = "memory of a GPU"
 
 
@@ -37,15 +37,15 @@ def estimate_of(question: Question, schedule: Schedule) -> Estimate:
 
 def estimate_python(question: Question, schedule: Schedule) -> str:
     """The expression in Python that estimates the same costs."""
-    given = {"gpu": question.gpu, "pp": schedule.num_ranks, "v": schedule.num_stages // schedule.num_ranks}
+    arguments = {"gpu": question.gpu, "pp": schedule.num_ranks, "v": schedule.num_stages // schedule.num_ranks}
     usual = {"tp": 1, "cp": 1, "ep": 1, "dp": 1, "microbatch": 1, "recompute": "none", "precision": "bf16", "gradients": "fp32"}
-    given |= {name: getattr(question, name) for name, value in usual.items() if getattr(question, name) != value}
-    given |= {} if question.sequence_parallel else {"sequence_parallel": False}
-    given |= {"overlap_tp": True} if question.overlap_tp else {}
+    arguments |= {name: getattr(question, name) for name, value in usual.items() if getattr(question, name) != value}
+    arguments |= {} if question.sequence_parallel else {"sequence_parallel": False}
+    arguments |= {"overlap_tp": True} if question.overlap_tp else {}
     layers = read_layers(question.layers)
-    given |= {} if layers is None else {"layers": layers}
-    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    return f"zb.cost_model.transformer({question.model!r}, {arguments}).costs"
+    arguments |= {} if layers is None else {"layers": layers}
+    texts = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"zb.cost_model.transformer({question.model!r}, {texts}).costs"
 
 
 def estimate_figures(estimate: Estimate, schedule: Schedule) -> list[tuple[str, str, str]]:

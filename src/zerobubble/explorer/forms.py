@@ -1,4 +1,4 @@
-"""The answer in every form that the page offers to save, and the lines that make it."""
+"""The forms in which the page saves an answer, and the commands and Python lines that reproduce it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from zerobubble.view import comparison_html
 
 
 @dataclass(frozen=True)
-class Form:
-    """A form of the answer: what the button says, the file's ending, its media type, and how it is written."""
+class AnswerForm:
+    """A form of the answer: the label of its button, the ending and media type of its file, and the function that writes it."""
 
     label: str
     ending: str
@@ -36,101 +36,101 @@ class Form:
 
 
 def _svg(memory: bool) -> Callable[[Answer], str]:
-    def write(made: Answer) -> str:
-        unit = None if made.in_bytes else made.microbatch_bytes
-        shown = memory and bool(made.timeline.peak_bytes)
-        return timeline_svg(made.timeline, memory=shown, microbatch_bytes=unit, captions=[made.viewed.caption])
+    def write(played: Answer) -> str:
+        unit = None if played.in_bytes else played.microbatch_bytes
+        shown = memory and bool(played.timeline.peak_bytes)
+        return timeline_svg(played.timeline, memory=shown, microbatch_bytes=unit, captions=[played.viewed.caption])
 
     return write
 
 
 def _comms(most_unsharded: int) -> Callable[[Answer], str]:
-    def write(made: Answer) -> str:
+    def write(played: Answer) -> str:
         try:
             installed = version("torch")
         except PackageNotFoundError:
             remedy = "run zerobubble make --format torch-csv-comms --torch VERSION"
             raise InputError("this form depends on the version of PyTorch, and none is installed here: {remedy}", remedy=remedy) from None
-        return to_torch_comms_csv(made.schedule, installed, most_unsharded)
+        return to_torch_comms_csv(played.schedule, installed, most_unsharded)
 
     return write
 
 
-def _times_csv(made: Answer) -> str:
+def _times_csv(played: Answer) -> str:
     """Rank, pass, stage, microbatch, start and end in ms, a line a pass."""
     rows = [
         f"{rank},{span.op.kind},{span.op.stage},{span.op.microbatch},{span.start / 1e6},{span.end / 1e6}"
-        for rank, span in made.timeline.spans()
+        for rank, span in played.timeline.spans()
     ]
     return "\n".join(["rank,kind,stage,microbatch,start_ms,end_ms", *rows]) + "\n"
 
 
-def _plan(made: Answer) -> str:
-    if made.plan is None:
+def _plan(played: Answer) -> str:
+    if played.plan is None:
         raise InputError("no plan is open, so there is none to save: {remedy}", remedy='find one under "Search", or open a plan file')
-    return made.question.file
+    return played.question.file
 
 
-def _page(made: Answer) -> str:
+def _page(played: Answer) -> str:
     """The picture as a page of its own that opens offline."""
-    figures = [show_ms(made.period), show_ms(made.timeline.makespan)]
-    return comparison_html(made.schedule.name, ["period", "makespan"], [figures], [made.viewed], "")
+    figures = [show_ms(played.period), show_ms(played.timeline.makespan)]
+    return comparison_html(played.schedule.name, ["period", "makespan"], [figures], [played.viewed], "")
 
 
-FORMS: dict[str, Form] = {
-    "svg": Form("SVG", "svg", "image/svg+xml", _svg(False)),
-    "svg-memory": Form("SVG with memory", "memory.svg", "image/svg+xml", _svg(True)),
-    "html": Form("page", "html", "text/html", _page),
-    "json": Form("schedule, JSON", "schedule.json", "application/json", lambda made: dumps(made.schedule)),
-    "text": Form("schedule, text", "txt", "text/plain", lambda made: made.schedule.to_text()),
-    "plan": Form("plan, JSON", "plan.json", "application/json", _plan),
-    "costs": Form("costs, JSON", "costs.json", "application/json", lambda made: dumps(made.costs)),
-    "torch-csv": Form("PyTorch CSV", "csv", "text/csv", lambda made: to_torch_csv(made.schedule)),
-    "torch-csv-comms": Form("PyTorch CSV with messages", "comms.csv", "text/csv", _comms(0)),
-    "torch-csv-fsdp": Form("PyTorch CSV for FSDP", "fsdp.csv", "text/csv", _comms(MOST_UNSHARDED)),
-    "times-csv": Form("times, CSV", "times.csv", "text/csv", _times_csv),
-    "perfetto": Form("Perfetto", "perfetto.json", "application/json", lambda made: perfetto_json(made.timeline)),
-    "program": Form("program", "program.txt", "text/plain", lambda made: lower(made.schedule).to_text()),
+FORMS: dict[str, AnswerForm] = {
+    "svg": AnswerForm("SVG", "svg", "image/svg+xml", _svg(False)),
+    "svg-memory": AnswerForm("SVG with memory", "memory.svg", "image/svg+xml", _svg(True)),
+    "html": AnswerForm("page", "html", "text/html", _page),
+    "json": AnswerForm("schedule, JSON", "schedule.json", "application/json", lambda played: dumps(played.schedule)),
+    "text": AnswerForm("schedule, text", "txt", "text/plain", lambda played: played.schedule.to_text()),
+    "plan": AnswerForm("plan, JSON", "plan.json", "application/json", _plan),
+    "costs": AnswerForm("costs, JSON", "costs.json", "application/json", lambda played: dumps(played.costs)),
+    "torch-csv": AnswerForm("PyTorch CSV", "csv", "text/csv", lambda played: to_torch_csv(played.schedule)),
+    "torch-csv-comms": AnswerForm("PyTorch CSV with messages", "comms.csv", "text/csv", _comms(0)),
+    "torch-csv-fsdp": AnswerForm("PyTorch CSV for FSDP", "fsdp.csv", "text/csv", _comms(MOST_UNSHARDED)),
+    "times-csv": AnswerForm("times, CSV", "times.csv", "text/csv", _times_csv),
+    "perfetto": AnswerForm("Perfetto", "perfetto.json", "application/json", lambda played: perfetto_json(played.timeline)),
+    "program": AnswerForm("program", "program.txt", "text/plain", lambda played: lower(played.schedule).to_text()),
 }
 """Every form by its name. PNG is drawn by the page itself."""
 
 
-def write_form(made: Answer, name: str) -> str:
-    """The answer in the form `name`; raises `FieldError` for an unknown one, `InputError` for what a form cannot hold."""
+def write_form(played: Answer, name: str) -> str:
+    """The answer in the form `name`; raises `FieldError` for an unknown form, `InputError` for an answer that the form cannot express."""
     if name not in FORMS:
         raise FieldError("", f"there is no form {name!r:.60}: known are {', '.join(FORMS)}")
-    return FORMS[name].write(made)
+    return FORMS[name].write(played)
 
 
-def command(made: Answer) -> str:
-    """The commands that find and show the same schedule, with the one it is compared with; it reads the files of `needed_forms`.
+def command(played: Answer) -> str:
+    """The commands that find the schedule and show it, next to the compared one. They read the files of `needed_forms`.
 
-    `zerobubble compare` reads one costs file, so a comparison for which each schedule needs its own has only its Python lines.
+    `zerobubble compare` reads one costs file. If each schedule needs its own, only the Python lines compare them.
     """
-    question, other = made.question, made.other
-    found = search_of(made)
-    words = ["zerobubble", "show", *_source_words(made)]
-    if other is not None and (made.costs == other.costs or not _needs_costs_file(made)):
-        words = ["zerobubble", "compare", *_source_words(made)]
+    question, other = played.question, played.other
+    search = search_of(played)
+    words = ["zerobubble", "show", *_source_words(played)]
+    if other is not None and (played.costs == other.costs or not _needs_costs_file(played)):
+        words = ["zerobubble", "compare", *_source_words(played)]
         words.insert(3, question.versus)
-    if _needs_costs_file(made):
-        words += ["--costs", quote(_costs_file(made))]
-    elif made.plan is None:
+    if _needs_costs_file(played):
+        words += ["--costs", quote(_costs_file(played))]
+    elif played.plan is None:
         words += _times(question).options()
-    return "\n".join([*([found.command()] if found else []), " ".join(words)])
+    return "\n".join([*([search.command()] if search else []), " ".join(words)])
 
 
-def needed_forms(made: Answer) -> list[str]:
+def needed_forms(played: Answer) -> list[str]:
     """The labels of the forms to save first, because the command or the program reads their files."""
-    found = search_of(made)
-    plan = [FORMS["plan"].label] if made.plan is not None and not (found and found.writes_plan) else []
-    return plan + ([FORMS["costs"].label] if _needs_costs_file(made) else [])
+    search = search_of(played)
+    plan = [FORMS["plan"].label] if played.plan is not None and not (search and search.writes_plan) else []
+    return plan + ([FORMS["costs"].label] if _needs_costs_file(played) else [])
 
 
-def _source_words(made: Answer) -> Iterator[str]:
-    question = made.question
+def _source_words(played: Answer) -> Iterator[str]:
+    question = played.question
     if question.file:
-        yield quote(_source_file(made))
+        yield quote(_source_file(played))
         return
     yield from (question.schedule, "--ranks", str(question.ranks), "--microbatches", str(question.microbatches))
     if question.stages is not None:
@@ -139,87 +139,87 @@ def _source_words(made: Answer) -> Iterator[str]:
         yield from ("--set", quote(f"{name}={value}"))
 
 
-def _source_file(made: Answer) -> str:
-    return made.question.file_name or ("plan.json" if made.plan is not None else "schedule.json")
+def _source_file(played: Answer) -> str:
+    return played.question.file_name or ("plan.json" if played.plan is not None else "schedule.json")
 
 
-def file_names(made: Answer) -> dict[str, str]:
-    """The name under which the page saves each form: a plan keeps that of its file, of which the others take the beginning."""
-    stem = made.schedule.name if made.plan is None else re.sub(r"(\.plan)?\.json$", "", _source_file(made))
+def file_names(played: Answer) -> dict[str, str]:
+    """The file name of each form. A plan keeps the name of its file, and the other names begin like it."""
+    stem = played.schedule.name if played.plan is None else re.sub(r"(\.plan)?\.json$", "", _source_file(played))
     stem = re.sub(r"[^\w.-]+", "-", stem)
     names = {name: f"{stem}.{form.ending}" for name, form in FORMS.items()}
-    return names | {"plan": _source_file(made), "png": f"{stem}.png"}
+    return names | {"plan": _source_file(played), "png": f"{stem}.png"}
 
 
-def _costs_file(made: Answer) -> str:
-    return file_names(made)["costs"]
+def _costs_file(played: Answer) -> str:
+    return file_names(played)["costs"]
 
 
-def _needs_costs_file(made: Answer) -> bool:
-    """Whether the times are more than three and one for messages."""
-    question = made.question
-    return bool(question.costs or question.model) or (made.plan is None and question.slow_link is not None)
+def _needs_costs_file(played: Answer) -> bool:
+    """Whether the costs need a file, because stages or messages differ."""
+    question = played.question
+    return bool(question.costs or question.model) or (played.plan is None and question.slow_link is not None)
 
 
-def python_lines(made: Answer) -> str:
-    """The program that makes the same timeline, and that of the schedule it is compared with; it reads the files of `needed_forms`."""
-    lines = ["import zerobubble as zb", "", *_schedule_lines(made)]
-    if made.plan is None or _needs_costs_file(made):
-        lines.append(f"costs = {_costs_python(made)}")
+def python_lines(played: Answer) -> str:
+    """The program that makes the same timeline, and that of the compared schedule. It reads the files of `needed_forms`."""
+    lines = ["import zerobubble as zb", "", *_schedule_lines(played)]
+    if played.plan is None or _needs_costs_file(played):
+        lines.append(f"costs = {_costs_python(played)}")
     lines.append("timeline = zb.simulate(schedule, costs)")
-    if (other := made.other) is not None:
-        costs = _other_costs_python(made, other)
+    if (other := played.other) is not None:
+        costs = _other_costs_python(played, other)
         lines += [f"other = {_make_python(other)}", f"other_timeline = zb.simulate(other, {costs})"]
     return "\n".join([*lines, "print(timeline)", *(["print(other_timeline)"] if other is not None else [])]) + "\n"
 
 
-def _schedule_lines(made: Answer) -> Iterator[str]:
-    if found := search_of(made):
-        yield from found.python()
+def _schedule_lines(played: Answer) -> Iterator[str]:
+    if search := search_of(played):
+        yield from search.python()
         yield "schedule, costs = plan.schedule, plan.problem.costs"
-    elif made.plan is not None:
-        yield f"plan = zb.io.load_plan({_source_file(made)!r})"
+    elif played.plan is not None:
+        yield f"plan = zb.io.load_plan({_source_file(played)!r})"
         yield "schedule, costs = plan.schedule, plan.problem.costs"
-    elif made.question.file:
-        yield f"schedule = zb.io.load_schedule(open({_source_file(made)!r}).read())"
+    elif played.question.file:
+        yield f"schedule = zb.io.load_schedule(open({_source_file(played)!r}).read())"
     else:
-        yield f"schedule = {_make_python(made)}"
+        yield f"schedule = {_make_python(played)}"
 
 
-def _make_python(made: Answer) -> str:
-    question = made.question
+def _make_python(played: Answer) -> str:
+    question = played.question
     stages = [] if question.stages is None else [f"stages_per_rank={question.stages}"]
-    own = [f"{name}={value!r}" for name, value in read_options(question.options).items()]
-    return f"zb.make({', '.join([repr(question.schedule), str(question.ranks), str(question.microbatches), *stages, *own])})"
+    options = [f"{name}={value!r}" for name, value in read_options(question.options).items()]
+    return f"zb.make({', '.join([repr(question.schedule), str(question.ranks), str(question.microbatches), *stages, *options])})"
 
 
-def _other_costs_python(made: Answer, other: Answer) -> str:
-    """The costs of the compared schedule, of the same ranks in as many stages as it has."""
-    if made.costs == other.costs:
+def _other_costs_python(played: Answer, other: Answer) -> str:
+    """The expression for the costs of the compared schedule: the same work of ranks, divided among its own stages."""
+    if played.costs == other.costs:
         return "costs"
-    if made.plan is not None and not _needs_costs_file(made):
+    if played.plan is not None and not _needs_costs_file(played):
         return "plan.problem.workload.costs(other.placement)"
     return _costs_python(other)
 
 
-def _costs_python(made: Answer) -> str:
-    question, schedule = made.question, made.schedule
-    if made.estimate is not None:
+def _costs_python(played: Answer) -> str:
+    question, schedule = played.question, played.schedule
+    if played.estimate is not None:
         return estimate_python(question, schedule)
     if question.costs:
-        return f"zb.io.loads(open({_costs_file(made)!r}).read())"
+        return f"zb.io.loads(open({_costs_file(played)!r}).read())"
     per_rank = max(1, schedule.num_stages // schedule.num_ranks)
     parts = [str(schedule.num_stages), *_times(question).arguments(), *([f"stages_per_rank={per_rank}"] if per_rank > 1 else [])]
-    slowed = "" if question.slow_link is None else f".with_columns(comm={list(made.costs.comm)})"
+    slowed = "" if question.slow_link is None else f".with_columns(comm={list(played.costs.comm)})"
     return f"zb.Costs.uniform({', '.join(parts)}){slowed}"
 
 
-def _times(question: Question) -> Times:
-    return Times(question.times, question.comm, question.held)
+def _times(question: Question) -> RankTimes:
+    return RankTimes(question.times, question.comm, question.held)
 
 
 @dataclass(frozen=True)
-class Times:
+class RankTimes:
     """Times of a rank and microbatch in ms, and the share of memory kept from B to W, to be written as options or arguments."""
 
     times: tuple[float, ...]
@@ -239,12 +239,12 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The search that found a plan, with the question that asked for it; `memory` is the limit in microbatches, None without one."""
+class SearchedPlan:
+    """A plan with the question and times of its search; `memory` is the limit in microbatches, None without one."""
 
     question: Question
     plan: Plan
-    times: Times
+    times: RankTimes
     memory: float | None
 
     @property
@@ -281,18 +281,18 @@ class Found:
         return [f"work = zb.Workload.uniform({', '.join(work)})", f"plan = zb.plan({', '.join([*words, f'seconds={self._seconds}'])})"]
 
 
-def search_of(made: Answer) -> Found | None:
+def search_of(played: Answer) -> SearchedPlan | None:
     """The search whose best plan is shown; None for other plans, for given costs or models, and if times differ between ranks."""
-    question = made.question
-    if question.search_seconds is None or made.plan is None or question.costs or question.model:
+    question = played.question
+    if question.search_seconds is None or played.plan is None or question.costs or question.model:
         return None
-    work = made.plan.problem.workload
+    work = played.plan.problem.workload
     if work is None or any(len(set(column)) > 1 for column in (work.forward, work.backward, work.weight, work.comm)):
         return None
     forward, backward, weight, comm = (column[0] / NS_PER_MS for column in (work.forward, work.backward, work.weight, work.comm))
-    times = Times((forward, backward, weight), comm, round(work.held_after_b[0] / work.held_after_f[0], 4))
-    memory = made.plan.problem.limits.memory[0] / made.microbatch_bytes[0]
-    return Found(question, made.plan, times, None if memory >= made.plan.problem.num_microbatches else memory)
+    times = RankTimes((forward, backward, weight), comm, round(work.held_after_b[0] / work.held_after_f[0], 4))
+    memory = played.plan.problem.limits.memory[0] / played.microbatch_bytes[0]
+    return SearchedPlan(question, played.plan, times, None if memory >= played.plan.problem.num_microbatches else memory)
 
 
 def _number(value: float) -> str:

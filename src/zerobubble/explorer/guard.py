@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-class Guard:
+class RequestGuard:
     """Refuses requests that no page of this server sends, before anything is read or begun.
 
     - Host: an address, `localhost`, the name of this machine or one of `names`. Any other name may be an attacker's that resolves to this
@@ -59,7 +59,7 @@ class Guard:
 
 
 def _netloc(origin: str) -> str:
-    """Host and port of an origin; empty for `null` and for what is none."""
+    """Host and port of an origin; empty for `null` and for malformed ones."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

@@ -68,6 +68,6 @@ def _settings() -> dict[str, Any]:
 
 
 def _defaults(question: Question | BlockQuestion) -> dict[str, str]:
-    """The fields as the page has them before anything is changed: texts, empty for what may be left out."""
+    """The initial texts of the fields; optional fields are empty."""
     values = {field.name: getattr(question, field.name) for field in fields(question)}
     return {name: "" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}

@@ -15,7 +15,7 @@ from zerobubble.errors import InputError, json_or_text
 from zerobubble.units import MOST_MS, read_time
 
 MOST_PASSES = 200_000
-"""The most passes of a schedule that the page asks for: more takes longer than one waits for a picture."""
+"""Maximum passes of a schedule on the page: a larger picture takes too long."""
 MOST_TEXT = 2_000_000
 """The most characters of a file."""
 MOST_SECONDS = 600.0
@@ -23,10 +23,10 @@ MOST_SECONDS = 600.0
 
 
 class FieldError(InputError):
-    """A value of the page cannot be used; `field` is where it was given, empty where it was in none.
+    """A value of the page cannot be used. `field` is its field; empty if it is in none.
 
-    The `remedy` follows the message: by default what helps at this field (`REMEDIES`). `faults` are all wrong fields with their sentences
-    and remedies, of which this is the first.
+    The `remedy` follows the message; by default, it is the field's remedy in `REMEDIES`. `faults` are all wrong fields, this one first,
+    with their sentences and remedies.
     """
 
     def __init__(self, field: str, message: str, remedy: str = "", others: Sequence[FieldError] = ()) -> None:
@@ -93,15 +93,16 @@ def errors_at(field: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Question:
-    """A schedule and what to time it with; times in ms for a whole rank and microbatch, memory in microbatches of a rank's stages.
+    """A schedule and its times, in ms for a whole rank and microbatch; memory is in microbatches of a rank's stages.
 
-    `file` is the text of a schedule, a plan or PyTorch's CSV, which then gives the shape and stands before `schedule`; `costs` the text of
-    a costs file, which stands before the times. `slow_link` is the rank before a link whose messages take `slow_comm`. `model` is one that
-    `zb.cost_model` knows, whose estimated costs stand before the times; it runs on GPUs as `gpu` and the fields below it say, where 1 is
-    yes and 0 is no. `search_placement` is the placement for which a search of the page found the plan in `file`; if it is the best of all
-    placements, `search_seconds` is the budget of the search and `search_limits` its first and last memory limit and their distance, such as
-    `1:8:1`, for a front. `versus` is a schedule to draw below on the same axis, for the same shape and times, and `run` the text of a
-    measured timeline of this schedule, drawn there, too.
+    `file` is the text of a schedule, a plan or PyTorch's CSV; it replaces `schedule` and the shape. `costs` is the text of a costs file,
+    which replaces the times. `slow_link` is the rank before a link whose messages take `slow_comm`. `model` is a model of `zb.cost_model`,
+    whose estimated costs replace the times; it runs on GPUs as `gpu` and the fields below it say, where 1 is yes and 0 is no.
+
+    If a search of the page found the plan in `file`, `search_placement` is the placement of the plan. If that is the best of all
+    placements, `search_seconds` is the budget of the search, and for a front, `search_limits` has its first and last memory limit and
+    their distance, such as `1:8:1`. `versus` is a schedule to draw below on the same axis, for the same shape and times. `run` is the text
+    of a measured timeline of this schedule, which is also drawn there.
     """
 
     schedule: str = "zb-v"
@@ -170,9 +171,9 @@ RANGES: dict[str, tuple[float, float]] = {
 TIMES = ("forward", "backward", "weight", "comm", "slow_comm")
 """The times, which may have a unit."""
 ABOVE_LEAST = ("memory",)
-"""Numbers that must be above the least of their range."""
+"""Numbers that must exceed the minimum of their range."""
 BY_COMMAND = "use the command line, such as zerobubble show"
-"""The remedy for what is too large for the page."""
+"""The remedy for a schedule that is too large for the page."""
 FOR_MORE = {
     "ranks": f"{BY_COMMAND} zb-h1 --ranks 512 --microbatches 1024",
     "microbatches": f"{BY_COMMAND} zb-h1 --ranks 8 --microbatches 8192",
@@ -188,10 +189,10 @@ def read_question(data: Any) -> Question:
 
 
 def read_fields(asked: type[Fields], ranges: Mapping[str, tuple[float, float]], data: Any) -> Fields:
-    """What is asked, from the JSON that the page sends; values may be texts. What is left out has its default.
+    """Reads the dataclass `asked` from the JSON that the page sends. Values may be texts; missing values have their defaults.
 
-    `asked` is a dataclass of texts and numbers, `ranges` the least and the most of each number. Raises `FieldError` with every field whose
-    value cannot be used.
+    The fields are texts and numbers; `ranges` has the minimum and maximum of each number. Raises `FieldError` with every field whose value
+    cannot be used.
     """
     types = {field.name: str(field.type) for field in fields(cast(Any, asked))}
     if not isinstance(data, Mapping):
@@ -222,7 +223,7 @@ def _read(name: str, value: Any, type_: str, ranges: Mapping[str, tuple[float, f
 
 
 def require_range(name: str, value: Any, number: float, least: float, most: float, *, above_least: bool = False) -> None:
-    """Raise `FieldError` unless the `number` given as `value` is in `least` to `most`, without `least` itself if it must be above."""
+    """Raise `FieldError` unless `number`, read from `value`, is from `least` to `most`; with `above_least`, it must exceed `least`."""
     if (least < number if above_least else least <= number) and number <= most:
         return
     range_ = f"above {least:,.12g} and at most {most:,.12g}" if above_least else _range(least, most)
@@ -268,7 +269,7 @@ def read_layers(text: str) -> list[float] | None:
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """The schedule's own options from `group=4, other=x`; a value is JSON, or else the text that it is."""
+    """The schedule's own options from `group=4, other=x`; a value that is not JSON is a text."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if wrong := [word for word in words if "=" not in word[1:]]:
         raise FieldError("options", f"{wrong[0]!r:.60} is not NAME=VALUE")

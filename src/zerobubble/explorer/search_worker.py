@@ -26,7 +26,7 @@ from zerobubble.units import ms
 from zerobubble.view.front_page import OpenedPlans, front_data
 
 MOST_PASSES = 300_000
-"""Passes of all the plans of a search that the page gets: beyond them, only the best plan, of each limit for a front."""
+"""Maximum passes of all plans that the page gets together. Beyond it, the page gets only the best plan, or the best of each limit."""
 STOPPED_EARLY = "stopped before a schedule was found"
 
 
@@ -76,13 +76,13 @@ def _asked(question: dict[str, Any]) -> _Asked:
 
 
 def _of_stages(question: Question) -> _Asked:
-    """The stages of a model or a file as the schedule that the page shows has them; a model leaves the memory that it leaves there."""
-    made = answer(question)
-    placement = made.schedule.placement
-    limits = Limits(made.limits) if made.limits else None
-    if made.estimate is not None and question.memory is None:
-        limits = made.estimate.limits(placement)
-    return _Asked(made.costs, made.schedule.num_microbatches, limits, placement)
+    """The stages of a model or a file, as divided on the page, with the memory that the model leaves for activations."""
+    played = answer(question)
+    placement = played.schedule.placement
+    limits = Limits(played.limits) if played.limits else None
+    if played.estimate is not None and question.memory is None:
+        limits = played.estimate.limits(placement)
+    return _Asked(played.costs, played.schedule.num_microbatches, limits, placement)
 
 
 def _arguments(question: dict[str, Any]) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def _progress(news: PlanProgress) -> None:
 
 def _plan(question: dict[str, Any]) -> dict[str, Any]:
     work, num_microbatches, memory, placement = _asked(question)
-    found = plan(work, num_microbatches, memory, placements=placement, **_arguments(question))
-    if found.order is None and question["memory"] is not None:
-        raise FieldError("memory", f"no schedule fits: {found.reason}", "raise the limit, or leave it empty for none")
-    if found.order is None:
-        raise InputError("no schedule fits: {reason}", reason=found.reason)
-    searched = any(choice.searched for choice in found.choices) or found.status is Status.OPTIMAL
-    return {"event": "found", "interrupted": found.interrupted, "searched": searched, "rows": _rows(found)}
+    best = plan(work, num_microbatches, memory, placements=placement, **_arguments(question))
+    if best.order is None and question["memory"] is not None:
+        raise FieldError("memory", f"no schedule fits: {best.reason}", "raise the limit, or leave it empty for none")
+    if best.order is None:
+        raise InputError("no schedule fits: {reason}", reason=best.reason)
+    searched = any(choice.searched for choice in best.choices) or best.status is Status.OPTIMAL
+    return {"event": "found", "interrupted": best.interrupted, "searched": searched, "rows": _rows(best)}
 
 
 def _front(question: dict[str, Any]) -> dict[str, Any]:
@@ -113,31 +113,31 @@ def _front(question: dict[str, Any]) -> dict[str, Any]:
         if len(front.points) < total and any(point.plan.order for point in front.points):
             _say(event="points", done=len(front.points), total=total, **_drawn(front))
 
-    found = pareto(work, num_microbatches, question["limits"], placements=placement, on_point=show, **_arguments(question))
-    return {"event": "found", "interrupted": found.interrupted, **_drawn(found)}
+    front = pareto(work, num_microbatches, question["limits"], placements=placement, on_point=show, **_arguments(question))
+    return {"event": "found", "interrupted": front.interrupted, **_drawn(front)}
 
 
 def _drawn(front: Front) -> dict[str, Any]:
     points = points_with_schedules(front)
     kept = OpenedPlans(points, plan_text, MOST_PASSES)
     placements = sorted({choice.name for point in front.points for choice in point.plan.choices})
-    found = {"front": front_data(points, kept), "plans": kept.values, "placements": placements}
-    return found | {"nothingFits": len(front.points) - len(points)}
+    data = {"front": front_data(points, kept), "plans": kept.values, "placements": placements}
+    return data | {"nothingFits": len(front.points) - len(points)}
 
 
-def _rows(found: Plan) -> list[dict[str, Any]]:
-    """A row for each placement, the winner first, with its plan; others have theirs if they have one and all are not too large together.
+def _rows(best: Plan) -> list[dict[str, Any]]:
+    """A row for each placement, the winner first. The other rows also have their plans, if all are not too large together.
 
     Raises `InputError` if no plan was found.
     """
-    passes = sum(sum(map(len, choice.plan.timeline.rows)) for choice in found.choices if choice.plan.timeline is not None)
-    plans = [found, *(choice.plan for choice in found.choices[1:])]
+    passes = sum(sum(map(len, choice.plan.timeline.rows)) for choice in best.choices if choice.plan.timeline is not None)
+    plans = [best, *(choice.plan for choice in best.choices[1:])]
     return [
         {"placement": choice.name, "bubble": choice.plan.bubble, "bound": choice.plan.least_bubble}
         | {"time": None if choice.plan.time is None else ms(choice.plan.time)}
         | {"peak": choice.plan.peak_microbatches, "how": choice.plan.how, "note": choice.note}
-        | {"plan": plan_text(made) if made is found or (made.order is not None and passes <= MOST_PASSES) else None}
-        for choice, made in zip(found.choices, plans, strict=True)
+        | {"plan": plan_text(candidate) if candidate is best or (candidate.order is not None and passes <= MOST_PASSES) else None}
+        for choice, candidate in zip(best.choices, plans, strict=True)
     ]
 
 

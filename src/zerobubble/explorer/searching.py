@@ -97,13 +97,13 @@ def read_search(data: Any) -> dict[str, Any]:
     """
     if not isinstance(data, Mapping):
         raise FieldError("", f"a search must be an object with the fields of the page, got {type(data).__name__}")
-    own = {name: data[name] for name in ("seconds", "evaluations", "objective", "limits") if name in data}
-    question = read_question({name: value for name, value in data.items() if name not in own})
+    search = {name: data[name] for name in ("seconds", "evaluations", "objective", "limits") if name in data}
+    question = read_question({name: value for name, value in data.items() if name not in search})
     of_stages = bool(question.costs or question.file or question.model)
-    objective = own.get("objective") or Objective.PERIOD.value
+    objective = search.get("objective") or Objective.PERIOD.value
     if objective not in list(Objective):
         raise FieldError("objective", f"there is no objective {objective!r:.40}", f"give {' or '.join(Objective)}")
-    evaluations = None if own.get("evaluations") is None else int(_amount("evaluations", own["evaluations"], 1e9))
+    evaluations = None if search.get("evaluations") is None else int(_amount("evaluations", search["evaluations"], 1e9))
     return {
         "stages_of": asdict(question) if of_stages else None,
         "ranks": question.ranks,
@@ -113,9 +113,9 @@ def read_search(data: Any) -> dict[str, Any]:
         "held": question.held,
         "memory": question.memory,
         "objective": str(objective),
-        "seconds": _amount("seconds", own.get("seconds", 5), MOST_SECONDS) if evaluations is None else None,
+        "seconds": _amount("seconds", search.get("seconds", 5), MOST_SECONDS) if evaluations is None else None,
         "evaluations": evaluations,
-        "limits": _limits(own.get("limits") or []),
+        "limits": _limits(search.get("limits") or []),
     }
 
 

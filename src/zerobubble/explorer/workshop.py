@@ -22,19 +22,19 @@ from zerobubble.view.page import viewer_data
 MOST_DRAWN = 2_500
 """The most passes of a block that the page draws."""
 MOST_PLAYED = 30_000
-"""The most passes of the schedules made of it, which follow while a pass is dragged."""
+"""Maximum passes of the schedules made from a block; they are redrawn while a pass is dragged."""
 MOST_SLOTS = 1_000_000
-"""The most slots of all ranks together that the steps may go through."""
+"""Maximum slots of the steps, over all ranks."""
 MOST_REPORTED = 100
-"""The most collisions, and passes that start early, that the page gets."""
+"""Maximum collisions, and passes that start early, that the page gets."""
 
 
 @dataclass(frozen=True)
 class BlockQuestion:
-    """A block and what to make of it: one that is published, or `text`, the text form of any, which stands before `block` and `ranks`.
+    """A published block, or any block in text form (`text`, which replaces `block` and `ranks`), and the steps to make from it.
 
-    `memory` is the stage activations that a rank may hold when passes are reordered, and `reorder_steady` whether those of the steady phase
-    move, too (1) or not (0).
+    `memory` is the stage activations that a rank may hold when passes are reordered, and `reorder_steady` whether passes of the steady
+    phase also move (1) or not (0).
     """
 
     block: str = "v-half"
@@ -54,8 +54,8 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 @dataclass(frozen=True)
-class Made:
-    """A block with its steps, which are None where it cannot be repeated; `problems` are then the sentences that say why."""
+class BlockAnswer:
+    """A block with its steps. The steps are None if the block cannot be repeated, for the reasons in `problems`."""
 
     question: BlockQuestion
     block: Block
@@ -73,12 +73,12 @@ def read_block_question(data: Any) -> BlockQuestion:
     return read_fields(BlockQuestion, RANGES, data)
 
 
-def make_block(question: BlockQuestion) -> Made:
+def make_block(question: BlockQuestion) -> BlockAnswer:
     """Makes the block of the question, with its steps if it can be repeated. Raises `FieldError` naming the field that cannot be used."""
     block = _block(question)
     _require_size(block, question.microbatches)
     collisions, early = tuple(_collisions(block)), tuple(_early_starts(block))
-    return Made(question, block, None if collisions or early else _steps(block, question), collisions, early)
+    return BlockAnswer(question, block, None if collisions or early else _steps(block, question), collisions, early)
 
 
 def _block(question: BlockQuestion) -> Block:
@@ -106,13 +106,13 @@ def _require_size(block: Block, microbatches: int) -> None:
 
 def _collisions(block: Block) -> list[dict[str, Any]]:
     return [
-        {"ops": [str(one.first.op), str(one.second.op)], "since": one.since, "text": collision_sentence(block, one)}
-        for one in islice(find_collisions(block), MOST_REPORTED)
+        {"ops": [str(collision.first.op), str(collision.second.op)], "since": collision.since, "text": collision_sentence(block, collision)}
+        for collision in islice(find_collisions(block), MOST_REPORTED)
     ]
 
 
 def _early_starts(block: Block) -> list[dict[str, Any]]:
-    return [{"ops": [str(one.start.op)], "text": early_sentence(one)} for one in islice(find_early_starts(block), MOST_REPORTED)]
+    return [{"ops": [str(early.start.op)], "text": early_sentence(early)} for early in islice(find_early_starts(block), MOST_REPORTED)]
 
 
 def _steps(block: Block, question: BlockQuestion) -> Steps:
@@ -123,9 +123,9 @@ def _steps(block: Block, question: BlockQuestion) -> Steps:
         raise FieldError("text", error.faults[0].message, "change the text, or reset it to the published block") from error
 
 
-def made_to_dict(made: Made) -> dict[str, Any]:
+def block_to_dict(answer: BlockAnswer) -> dict[str, Any]:
     """Returns the contents of the page: the block with its lifespans and faults, and the steps in the viewer with their figures."""
-    block, steps = made.block, made.steps
+    block, steps = answer.block, answer.steps
     later = {} if steps is None else {"repeated": steps.repeated, "squeezed": steps.squeezed, "reordered": steps.reordered}
     return {
         "name": block.name,
@@ -138,12 +138,12 @@ def made_to_dict(made: Made) -> dict[str, Any]:
         "terms": [" + ".join(terms(block, rank)) for rank in range(block.placement.num_ranks)],
         "law": list(memory_law(block)),
         "steady": list(steady_peaks(block)),
-        "collisions": list(made.collisions),
-        "early": list(made.early),
+        "collisions": list(answer.collisions),
+        "early": list(answer.early),
         "steps": [[name, *layout_figures(layout)] for name, layout in later.items()],
         "data": None if steps is None else viewer_data(block_views(block, steps)[1:]),
-        "command": block_command(made),
-        "python": block_python(made),
+        "command": block_command(answer),
+        "python": block_python(answer),
     }
 
 
@@ -163,20 +163,22 @@ def _kinds(block: Block) -> dict[str, dict[str, Any]]:
     }
 
 
-def block_command(made: Made) -> str:
+def block_command(answer: BlockAnswer) -> str:
     """The command that makes the same schedule."""
-    question = made.question
-    source = shlex.quote(file_name(made)) if question.text else f"{question.block} --ranks {question.ranks}"
+    question = answer.question
+    source = shlex.quote(file_name(answer)) if question.text else f"{question.block} --ranks {question.ranks}"
     words = ["zerobubble", "block", source, "--microbatches", str(question.microbatches)]
     words += ["--memory", str(question.memory)] if question.memory is not None else []
     words += ["--reorder-steady"] if question.reorder_steady else []
     return " ".join(words)
 
 
-def block_python(made: Made) -> str:
+def block_python(answer: BlockAnswer) -> str:
     """The program that makes the same schedule."""
-    question = made.question
-    source = f"Block.from_text(open({file_name(made)!r}).read())" if question.text else f"known_block({question.block!r}, {question.ranks})"
+    question = answer.question
+    source = (
+        f"Block.from_text(open({file_name(answer)!r}).read())" if question.text else f"known_block({question.block!r}, {question.ranks})"
+    )
     further = f", {question.memory}" if question.memory is not None else ""
     further += ", keep_steady_phase=False" if question.reorder_steady else ""
     lines = [
@@ -190,9 +192,9 @@ def block_python(made: Made) -> str:
     return "\n".join(lines) + "\n"
 
 
-def file_name(made: Made) -> str:
+def file_name(answer: BlockAnswer) -> str:
     """The file that the page saves the block to, which the lines read."""
-    return f"{made.block.name}.block.txt"
+    return f"{answer.block.name}.block.txt"
 
 
 @dataclass(frozen=True)
@@ -216,10 +218,10 @@ BLOCK_FORMS: dict[str, BlockForm] = {
 """Every form of a block by its name. PNG is drawn by the page itself."""
 
 
-def write_block_form(made: Made, name: str) -> str:
+def write_block_form(answer: BlockAnswer, name: str) -> str:
     """The block in the form `name`; raises `FieldError` for an unknown one, and for a block that cannot be repeated."""
     if name not in BLOCK_FORMS:
         raise FieldError("", f"there is no form {name!r:.60}: known are {', '.join(BLOCK_FORMS)}")
-    if made.steps is None:
-        raise FieldError("text", made.problems[0])
-    return BLOCK_FORMS[name].write(made.block, made.steps)
+    if answer.steps is None:
+        raise FieldError("text", answer.problems[0])
+    return BLOCK_FORMS[name].write(answer.block, answer.steps)

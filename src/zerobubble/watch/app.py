@@ -18,7 +18,7 @@ from starlette.routing import Route
 from zerobubble.display import file_titles
 from zerobubble.errors import ZeroBubbleError
 from zerobubble.explorer.app import refusal
-from zerobubble.explorer.guard import Guard, page_response
+from zerobubble.explorer.guard import RequestGuard, page_response
 from zerobubble.watch.figures import figures
 from zerobubble.watch.page import page_parts, timeline_parts, watch_html
 from zerobubble.watch.run import WatchedRun
@@ -80,7 +80,7 @@ def make_watch_app(runs: Sequence[WatchedRun], names: tuple[str, ...]) -> Starle
         return await _answer(watch.states)
 
     routes = [Route("/", page), Route("/api/parts", parts), Route("/api/state", states)]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, names=names), Middleware(GZipMiddleware, minimum_size=10_000)])
+    return Starlette(routes=routes, middleware=[Middleware(RequestGuard, names=names), Middleware(GZipMiddleware, minimum_size=10_000)])
 
 
 async def _answer(read: Any, *args: Any) -> Response:
