@@ -55,22 +55,22 @@ def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str 
       zerobubble block v-half --ranks 4 --microbatches 8 --svg steps.svg
       zerobubble block mine.txt --microbatches 12 -o mine-schedule.txt
     """
-    made = _find(name, options.ranks)
-    count = 3 * made.placement.num_ranks if options.microbatches is None else options.microbatches
+    shown = _find(name, options.ranks)
+    count = 3 * shown.placement.num_ranks if options.microbatches is None else options.microbatches
     if count < 1:
         raise wrong("--microbatches", count, "at least 1")
-    require_size(name, 3 * made.placement.num_stages * count)
-    steps = four_steps(made, count, options.memory, keep_steady_phase=not options.reorder_steady)
+    require_size(name, 3 * shown.placement.num_stages * count)
+    steps = four_steps(shown, count, options.memory, keep_steady_phase=not options.reorder_steady)
     for file, text in ((pictures.svg, block_svg), (pictures.html, block_html)):
         if file is not None:
-            write_picture(file, text(made, steps))
+            write_picture(file, text(shown, steps))
     if output is not None:
         schedule = steps.reordered.schedule
         write_text(output, dumps(schedule) if output.lower().endswith(".json") else schedule.to_text())
     if as_json:
-        click.echo(json.dumps(_as_dict(made, steps), indent=2))
+        click.echo(json.dumps(_as_dict(shown, steps), indent=2))
     else:
-        _print(made, steps)
+        _print(shown, steps)
 
 
 def _find(name: str, ranks: int | None) -> Block:
@@ -87,12 +87,12 @@ def _find(name: str, ranks: int | None) -> Block:
             known=", ".join(KNOWN),
         )
     try:
-        made = Block.from_text(read_text(name))
+        block = Block.from_text(read_text(name))
     except InputError as error:
         raise InputError("cannot read a block from {name}: {reason}", name=name, reason=str(error)) from error
-    if ranks not in (None, made.placement.num_ranks):
-        raise misfit("--ranks", ranks, f"{name}, which has {made.placement.num_ranks}")
-    return made
+    if ranks not in (None, block.placement.num_ranks):
+        raise misfit("--ranks", ranks, f"{name}, which has {block.placement.num_ranks}")
+    return block
 
 
 def _step_to_dict(layout: Layout) -> dict[str, int]:
@@ -109,32 +109,32 @@ def _later_steps(steps: Steps) -> dict[str, Layout]:
     return {"repeated": steps.repeated, "squeezed": steps.squeezed, "reordered": steps.reordered}
 
 
-def _as_dict(made: Block, steps: Steps) -> dict[str, object]:
+def _as_dict(block: Block, steps: Steps) -> dict[str, object]:
     return {
-        "block": made.to_text(),
-        "interval": made.interval,
+        "block": block.to_text(),
+        "interval": block.interval,
         "ranks": [
             {"rank": rank, "lifespans": {f"{life.stage}.{life.microbatch}": life.slots for life in lives}, "law": law, "steady": steady}
-            for rank, (lives, law, steady) in enumerate(zip(lifespans(made), memory_law(made), steady_peaks(made), strict=True))
+            for rank, (lives, law, steady) in enumerate(zip(lifespans(block), memory_law(block), steady_peaks(block), strict=True))
         ],
         "steps": {name: _step_to_dict(layout) for name, layout in _later_steps(steps).items()},
         "schedule": steps.reordered.schedule.to_dict(),
     }
 
 
-def _print(made: Block, steps: Steps) -> None:
+def _print(block: Block, steps: Steps) -> None:
     console = stdout_console()
-    console.print(made.to_text(), highlight=False, markup=False, soft_wrap=True)
-    console.print(_memory_table(made, steps), "", _step_table(steps), sep="\n")
+    console.print(block.to_text(), highlight=False, markup=False, soft_wrap=True)
+    console.print(_memory_table(block, steps), "", _step_table(steps), sep="\n")
     console.print(f"\n{NOTE}", style="dim", highlight=False)
 
 
-def _memory_table(made: Block, steps: Steps) -> Table:
+def _memory_table(block: Block, steps: Steps) -> Table:
     """A table of the stage activations on each rank: by the memory law, in the steady phase, and in each step."""
     table = Table("rank", "lifespans", box=None, header_style="bold", pad_edge=False)
     for title in ("law", "steady", *_later_steps(steps)):
         table.add_column(title, justify="right")
-    for rank, (lives, law, steady) in enumerate(zip(lifespans(made), memory_law(made), steady_peaks(made), strict=True)):
+    for rank, (lives, law, steady) in enumerate(zip(lifespans(block), memory_law(block), steady_peaks(block), strict=True)):
         held = (law, steady, *(layout.peaks[rank] for layout in _later_steps(steps).values()))
         table.add_row(str(rank), ", ".join(f"{life.stage}: {life.slots}" for life in lives), *map(str, held))
     return table

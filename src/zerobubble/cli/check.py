@@ -61,15 +61,16 @@ def check(ctx: click.Context, name: str, shape: Shape, replicas: int, as_json: b
       zerobubble check plan.json --json
       zerobubble make zb-h2 --ranks 4 --microbatches 8 | zerobubble check -
     """
-    given = find_schedule(name, shape)
-    schedule = given.schedule
+    named = find_schedule(name, shape)
+    schedule = named.schedule
     faults = schedule_faults(schedule)
     is_examined = not faults and sum(map(len, schedule.rows)) <= MOST_RECOGNIZED
-    known, nccl = (recognize(schedule), OverNccl.from_schedule(schedule, replicas)) if is_examined else (None, None)
+    recognition, nccl = (recognize(schedule), OverNccl.from_schedule(schedule, replicas)) if is_examined else (None, None)
     if as_json:
-        click.echo(json.dumps(_as_dict(schedule, faults, known, nccl), indent=2))
+        click.echo(json.dumps(_as_dict(schedule, faults, recognition, nccl), indent=2))
     else:
-        click.echo("\n".join(_explained(schedule, faults, given.text or schedule.to_text()) if faults else _legal(schedule, known, nccl)))
+        lines = _explained(schedule, faults, named.text or schedule.to_text()) if faults else _legal(schedule, recognition, nccl)
+        click.echo("\n".join(lines))
     ctx.exit(FAULTY if faults else 0)
 
 
@@ -111,9 +112,9 @@ class OverNccl:
         return f"over NCCL it {'finishes' if self.finishes else 'deadlocks'}, with {holds}{queues}"
 
 
-def _legal(schedule: Schedule, known: Recognition | None, nccl: OverNccl | None) -> Iterator[str]:
+def _legal(schedule: Schedule, recognition: Recognition | None, nccl: OverNccl | None) -> Iterator[str]:
     yield f"{schedule.name} is legal: {describe_shape(schedule)}, {counted(_peak(schedule), 'microbatch')} in memory at most"
-    yield str(known) if known else f"not compared with the known schedules: it has more than {MOST_RECOGNIZED:,} passes"
+    yield str(recognition) if recognition else f"not compared with the known schedules: it has more than {MOST_RECOGNIZED:,} passes"
     if nccl is not None:
         yield str(nccl)
 
@@ -126,7 +127,7 @@ def _explained(schedule: Schedule, faults: tuple[Fault, ...], text: str) -> Iter
         yield f"and {counted(len(faults) - MOST_SHOWN, 'more fault')} (--json prints all)"
 
 
-def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition | None, nccl: OverNccl | None) -> dict[str, object]:
+def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], recognition: Recognition | None, nccl: OverNccl | None) -> dict[str, object]:
     return {
         "name": schedule.name,
         "legal": not faults,
@@ -137,7 +138,7 @@ def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition |
         "peak_microbatches": None if faults else _peak(schedule),
         "faults": [asdict(fault) for fault in faults],
         "nccl": None if nccl is None else asdict(nccl),
-        "recognition": None if known is None else {"exact": known.exact, **asdict(known)},
+        "recognition": None if recognition is None else {"exact": recognition.exact, **asdict(recognition)},
     }
 
 
@@ -165,8 +166,8 @@ def _rows(lines: Sequence[str]) -> Iterator[SourceRow]:
     for number, line in enumerate(lines, 1):
         start = _ROW.match(line)
         if start or not labeled:
-            found = _PASS.finditer(line.partition("#")[0], start.end() if start else 0)
-            yield SourceRow(f"line {number}", line, tuple(match.span() for match in found))
+            passes = _PASS.finditer(line.partition("#")[0], start.end() if start else 0)
+            yield SourceRow(f"line {number}", line, tuple(match.span() for match in passes))
 
 
 def excerpt(fault: Fault, rows: Sequence[SourceRow], schedule: Schedule) -> str:
@@ -176,7 +177,7 @@ def excerpt(fault: Fault, rows: Sequence[SourceRow], schedule: Schedule) -> str:
     row = rows[fault.rank]
     marked = _marked(fault, schedule)
     center = marked[0] if marked else len(row.passes)
-    near = [number for number in range(len(row.passes)) if abs(number - center) <= AROUND]
+    near = range(max(0, center - AROUND), min(len(row.passes), center + AROUND + 1))
     first, last = (row.passes[near[0]][0], row.passes[near[-1]][1]) if near else (0, len(row.line))
     carets = [row.passes[number] for number in marked if number in near] or [(last + 1, last + 2)]
     before, after = ("… " if near and near[0] > 0 else ""), (" …" if near and near[-1] + 1 < len(row.passes) else "")

@@ -88,7 +88,7 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
     if options.sequence is not None:
         model = with_sequence(model, options.sequence)
     with _bar() as progress:
-        found = divide(
+        divisions = divide(
             model,
             gpu=options.gpu,
             gpus=options.gpus,
@@ -102,8 +102,8 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
             top=options.top,
             progress=progress,
         )
-    write_divisions(found, pictures)
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else _text(found, options.verbose))
+    write_divisions(divisions, pictures)
+    click.echo(json.dumps(divisions.to_dict(), indent=2) if as_json else _text(divisions, options.verbose))
 
 
 def require_model(options: ClusterOptions, but: str | None = None) -> None:
@@ -126,27 +126,27 @@ def _refuse_others(options: ClusterOptions) -> None:
         raise InputError("{argument} cannot be used with {model}", argument=" and ".join(flags), model=model, remedy=remedy)
 
 
-def _text(found: Divisions, verbose: bool) -> str:
-    first = [fill(sentence, COLUMNS) for sentence in _heads(found)]
-    main = found.main_assumptions
+def _text(divisions: Divisions, verbose: bool) -> str:
+    first = [fill(sentence, COLUMNS) for sentence in _heads(divisions)]
+    main = divisions.main_assumptions
     sentences, heading = (
-        (found.assumptions, "Assumptions") if verbose else (main, f"Main assumptions (all {len(found.assumptions)}: --verbose)")
+        (divisions.assumptions, "Assumptions") if verbose else (main, f"Main assumptions (all {len(divisions.assumptions)}: --verbose)")
     )
     assumed = [fill(sentence, COLUMNS, initial_indent="- ", subsequent_indent="  ") for sentence in sentences]
-    program = _program(found)
-    meant = [fill(LEGEND, COLUMNS), *(["", program] if program else []), "", _searched(found)]
-    return "\n".join([*first, found.title, found.table(), "", *meant, "", f"{heading} of the fastest way:", *assumed])
+    program = _program(divisions)
+    meant = [fill(LEGEND, COLUMNS), *(["", program] if program else []), "", _searched(divisions)]
+    return "\n".join([*first, divisions.title, divisions.table(), "", *meant, "", f"{heading} of the fastest way:", *assumed])
 
 
-def _heads(found: Divisions) -> list[str]:
+def _heads(divisions: Divisions) -> list[str]:
     """Returns the sentences above the table."""
-    return [sentence for sentence in (found.fit, found.too_long, found.needs_own_code) if sentence]
+    return [sentence for sentence in (divisions.fit, divisions.too_long, divisions.needs_own_code) if sentence]
 
 
-def _program(found: Divisions) -> str:
+def _program(divisions: Divisions) -> str:
     """Returns how to write the fastest way that fits, or the fastest if none surely fits; empty if it needs code of the model."""
-    place = found.fitting or 1
-    choice = found.choices[place - 1]
+    place = divisions.fitting or 1
+    choice = divisions.choices[place - 1]
     if not choice.call:
         return ""
     blocks = f" with {choice.setting.recompute} recompute in the blocks of the model"
@@ -166,29 +166,29 @@ def _bar() -> Iterator[DivideProgress]:
         yield show
 
 
-def write_divisions(found: Divisions, pictures: PictureFiles) -> None:
+def write_divisions(divisions: Divisions, pictures: PictureFiles) -> None:
     """Writes the requested pictures: the best step as SVG, the first few steps on a page."""
     if pictures.svg is not None:
-        write_picture(pictures.svg, timeline_svg(_timeline(1, found.best), title=found.title))
+        write_picture(pictures.svg, timeline_svg(_timeline(1, divisions.best), title=divisions.title))
     if pictures.html is not None:
-        write_text(pictures.html, divisions_html(found))
+        write_text(pictures.html, divisions_html(divisions))
 
 
-def divisions_html(found: Divisions) -> str:
+def divisions_html(divisions: Divisions) -> str:
     """Returns a page with all ways in a table, the steps of the first few, and the assumptions."""
-    drawn = found.choices[:SHOWN]
-    viewed = [_viewed(place, choice, found.memory_bytes) for place, choice in enumerate(drawn, start=1)]
-    rows = [_row(place, choice) for place, choice in enumerate(found.choices, start=1)]
-    assumed = "".join(f"<li>{escape(sentence)}</li>" for sentence in found.assumptions)
+    drawn = divisions.choices[:SHOWN]
+    viewed = [_viewed(place, choice, divisions.memory_bytes) for place, choice in enumerate(drawn, start=1)]
+    rows = [_row(place, choice) for place, choice in enumerate(divisions.choices, start=1)]
+    assumed = "".join(f"<li>{escape(sentence)}</li>" for sentence in divisions.assumptions)
     body = (
-        header(found.title),
-        *(f"<p>{escape(sentence)}</p>\n" for sentence in (*_heads(found), _program(found)) if sentence),
+        header(divisions.title),
+        *(f"<p>{escape(sentence)}</p>\n" for sentence in (*_heads(divisions), _program(divisions)) if sentence),
         table(TITLES, rows),
-        f'<p class="hint">{escape(_note(found))}</p>\n',
+        f'<p class="hint">{escape(_note(divisions))}</p>\n',
         viewer(),
         section("assumed", "Assumptions of the first", f"<ul>{assumed}</ul>"),
     )
-    return page(escape(found.title), body, viewed)
+    return page(escape(divisions.title), body, viewed)
 
 
 def _row(place: int, choice: Division) -> list[str]:
@@ -210,13 +210,14 @@ def _row(place: int, choice: Division) -> list[str]:
     ]
 
 
-def _note(found: Divisions) -> str:
+def _note(divisions: Divisions) -> str:
     drawn = "Below are the passes of the first ways, without the optimizer step, and their activation memory."
-    return " ".join((MEANINGS, _searched(found), drawn, *_shortened(found.choices[:SHOWN])))
+    return " ".join((MEANINGS, _searched(divisions), drawn, *_shortened(divisions.choices[:SHOWN])))
 
 
-def _searched(found: Divisions) -> str:
-    return f"{found.ways:,} ways: {found.too_large:,} exceed the memory, {found.simulated:,} were simulated; the others cannot be faster."
+def _searched(divisions: Divisions) -> str:
+    tried = f"{divisions.too_large:,} exceed the memory, {divisions.simulated:,} were simulated"
+    return f"{divisions.ways:,} ways: {tried}; the others cannot be faster."
 
 
 def _shortened(drawn: tuple[Division, ...]) -> Iterator[str]:

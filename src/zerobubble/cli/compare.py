@@ -24,7 +24,7 @@ from zerobubble.cli.inputs.options import (
     shape_options,
     width_option,
 )
-from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedules, with_costs
+from zerobubble.cli.inputs.schedule_and_costs import NamedSchedule, find_schedules, with_costs
 from zerobubble.cli.outputs.drawing import draw, legend
 from zerobubble.cli.outputs.evaluation import (
     Column,
@@ -56,7 +56,7 @@ WIDEST_TABLE = 160
 def compare(
     names: tuple[str, ...],
     shape: Shape,
-    given: CostOptions,
+    costing: CostOptions,
     message_bytes: int | None,
     pictures: PictureFiles,
     width: int | None,
@@ -74,9 +74,9 @@ def compare(
       zerobubble compare plan.json 1f1b zb-v --html plan.html
       zerobubble compare gpipe 1f1b --ranks 4 --microbatches 8 --costs costs.json --message-bytes 4194304
     """
-    inputs = list(_named(find_schedules(names, shape, given)))
-    costed = [with_offloads_of_plan(one, each) for one, each in zip(with_costs(inputs, given), inputs, strict=True)]
-    evaluations = [evaluate(each) for each in costed]
+    inputs = list(_named(find_schedules(names, shape, costing)))
+    costed = [with_offloads_of_plan(costs, named) for costs, named in zip(with_costs(inputs, costing), inputs, strict=True)]
+    evaluations = [evaluate(named) for named in costed]
     write_pictures(pictures, evaluations, message_bytes)
     if as_json:
         click.echo(json.dumps([evaluation_to_dict(evaluation, message_bytes) for evaluation in evaluations], indent=2))
@@ -86,11 +86,11 @@ def compare(
         _print_timelines([evaluation.timeline for evaluation in evaluations], console)
 
 
-def _named(inputs: Sequence[Given]) -> Iterator[Given]:
+def _named(inputs: Sequence[NamedSchedule]) -> Iterator[NamedSchedule]:
     """Names each schedule of a file after the file, because several files may have schedules of one name."""
-    for each, title in zip(inputs, file_titles([each.name for each in inputs]), strict=True):
-        is_named = each.text is None or each.name == "-"
-        yield each if is_named else replace(each, schedule=replace(each.schedule, name=title))
+    for named, title in zip(inputs, file_titles([named.name for named in inputs]), strict=True):
+        is_named = named.text is None or named.name == "-"
+        yield named if is_named else replace(named, schedule=replace(named.schedule, name=title))
 
 
 def _print_tables(evaluations: Sequence[Evaluation], groups: Iterable[Sequence[Column]], console: Console) -> None:

@@ -52,7 +52,7 @@ NOTE = "Times in ms: work and idle time of a rank by cause. Each row adds up to 
 @picture_options
 @click.option("--trace", callback=output_file, metavar="FILE", help="Write plan and run to this file, for ui.perfetto.dev.")
 @json_option
-def diff_command(plan: str, run: str, shape: Shape, given: CostOptions, pictures: PictureFiles, trace: str | None, as_json: bool) -> None:
+def diff_command(plan: str, run: str, shape: Shape, costing: CostOptions, pictures: PictureFiles, trace: str | None, as_json: bool) -> None:
     """Explain the differences between the measured timeline RUN and the PLAN, by rank and cause.
 
     PLAN is the schedule that ran: a plan, or with --costs or --times a known schedule, a schedule file (text or JSON) or PyTorch's
@@ -65,7 +65,7 @@ def diff_command(plan: str, run: str, shape: Shape, given: CostOptions, pictures
       zerobubble diff zbv.txt run.json --costs costs.json --html diff.html --trace diff.trace.json
     """
     measured = read_timeline(run)
-    costed = _planned(plan, shape if is_file(plan) else _shape_of(measured, shape), given)
+    costed = _planned(plan, shape if is_file(plan) else _shape_of(measured, shape), costing)
     schedule, costs = costed.schedule, costed.costs
     difference, planned = diff(schedule, costs, measured), simulate(schedule, costs)
     idle = gaps(schedule, costs, planned), gaps(schedule, costs, measured)
@@ -88,12 +88,12 @@ def _shape_of(run: Timeline, shape: Shape) -> Shape:
     return replace(shape, ranks=shape.ranks or run.num_ranks, microbatches=shape.microbatches or microbatches)
 
 
-def _planned(plan: str, shape: Shape, given: CostOptions) -> Costed:
+def _planned(plan: str, shape: Shape, costing: CostOptions) -> Costed:
     """Returns the schedule with the costs of its plan. Raises `InputError` if there are none."""
-    found = find_schedule(plan, shape)
-    if found.problem is None and not given_flags("costs_file", *EQUAL_COSTS):
+    named = find_schedule(plan, shape)
+    if named.problem is None and not given_flags("costs_file", *EQUAL_COSTS):
         raise InputError("{file} has no costs", file=plan, remedy="give the costs of the plan as --costs FILE or --times, or a plan file")
-    (costed,) = with_costs([found], given)
+    (costed,) = with_costs([named], costing)
     return costed
 
 

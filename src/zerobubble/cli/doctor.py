@@ -101,33 +101,37 @@ def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, file: str | None,
       zerobubble doctor --gpu
       zerobubble doctor --json
     """
-    if file is not None and not file.endswith(".json"):
-        raise InputError(
-            "{argument} takes a file that ends with .json, got {got!r}", argument="--measure", got=file, remedy=f"name it {file}.json"
-        )
     if file is not None:
-        require_writable(file)
+        _require_json(file)
     findings = []
     speeds: list[Mapping[str, Any]] = []
-    for found in examine(timeout, asks_gpu=asks_gpu, speeds=None if file is None else speeds):
-        findings.append(found)
+    for finding in examine(timeout, asks_gpu=asks_gpu, speeds=None if file is None else speeds):
+        findings.append(finding)
         if not as_json:
-            click.echo(line_of(found))
-    failed = [each.check for each in findings if each.status == FAULT]
+            click.echo(line_of(finding))
+    failed = [finding.check for finding in findings if finding.status == FAULT]
     measured = gpu_of(speeds).to_dict() if speeds else None
     if file is not None and measured is not None:
         write_text(file, json.dumps(measured, indent=1) + "\n")
     if as_json:
         gpu = {} if measured is None else {"measured": measured}
-        click.echo(json.dumps({"works": not failed, "checks": [asdict(each) for each in findings], **gpu}, indent=2))
+        click.echo(json.dumps({"works": not failed, "checks": [asdict(finding) for finding in findings], **gpu}, indent=2))
     else:
         click.echo(f"{counted(len(failed), 'check')} failed: {', '.join(failed)}" if failed else "This machine can train in a pipeline.")
     ctx.exit(FAILED if failed else 0)
 
 
-def line_of(found: Finding) -> str:
+def _require_json(file: str) -> None:
+    if not file.endswith(".json"):
+        raise InputError(
+            "{argument} takes a file that ends with .json, got {got!r}", argument="--measure", got=file, remedy=f"name it {file}.json"
+        )
+    require_writable(file)
+
+
+def line_of(finding: Finding) -> str:
     """Returns a finding as one line."""
-    return f"{found.status:<7} {found.check:<14} {found.found}{f': {found.remedy}' if found.remedy else ''}"
+    return f"{finding.status:<7} {finding.check:<14} {finding.found}{f': {finding.remedy}' if finding.remedy else ''}"
 
 
 def examine(timeout: float, *, asks_gpu: bool = False, speeds: list[Mapping[str, Any]] | None = None) -> Iterator[Finding]:
@@ -151,10 +155,10 @@ def examine(timeout: float, *, asks_gpu: bool = False, speeds: list[Mapping[str,
 def versions() -> Finding:
     """Reports zerobubble, Python and the system."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    found = f"zerobubble {__version__}, Python {platform.python_version()}, {system}"
+    installed = f"zerobubble {__version__}, Python {platform.python_version()}, {system}"
     if sys.platform != "linux":
-        return Finding("versions", FAULT, found, "ranks need Linux; commands such as plan and compare work everywhere")
-    return Finding("versions", OK, found)
+        return Finding("versions", FAULT, installed, "ranks need Linux; commands such as plan and compare work everywhere")
+    return Finding("versions", OK, installed)
 
 
 def open_files() -> Iterator[Finding]:
@@ -188,9 +192,9 @@ def shared_memory() -> Iterator[Finding]:
     except OSError as error:
         yield Finding("shared memory", NOTE, f"/dev/shm cannot be used ({error.strerror})", "mount a tmpfs there")
         return
-    found = f"/dev/shm has {_gib(free)} free of {_gib(total)}"
+    sizes = f"/dev/shm has {_gib(free)} free of {_gib(total)}"
     few = free < LITTLE_SHARED
-    yield Finding("shared memory", NOTE if few else OK, found, "NCCL and DataLoader need more: docker run --shm-size=8g" if few else "")
+    yield Finding("shared memory", NOTE if few else OK, sizes, "NCCL and DataLoader need more: docker run --shm-size=8g" if few else "")
 
 
 def ports() -> Iterator[Finding]:
@@ -225,8 +229,8 @@ def clock() -> Iterator[Finding]:
     """Reports the resolution of the clock of timelines."""
     about = time.get_clock_info("perf_counter")
     coarse = about.resolution > 1e-6
-    found = f"{about.implementation}, resolution {about.resolution * 1e9:.0f} ns"
-    yield Finding("clock", NOTE if coarse else OK, found, "passes below it appear to take no time" if coarse else "")
+    resolution = f"{about.implementation}, resolution {about.resolution * 1e9:.0f} ns"
+    yield Finding("clock", NOTE if coarse else OK, resolution, "passes below it appear to take no time" if coarse else "")
 
 
 def gpus() -> Iterator[Finding]:
@@ -242,7 +246,7 @@ def gpus() -> Iterator[Finding]:
         yield Finding("GPU driver", NOTE, f"nvidia-smi fails ({type(error).__name__})", "restart or reinstall the driver")
         return
     for index, line in enumerate(output.splitlines()):
-        name, total, free, driver = (each.strip() for each in line.split(","))
+        name, total, free, driver = (cell.strip() for cell in line.split(","))
         yield Finding("GPU driver", OK, f"GPU {index}: {name}, {free} free of {total}, driver {driver}")
 
 
@@ -258,36 +262,36 @@ class Need(NamedTuple):
     def lacking(self) -> str:
         """Returns what is wrong with the installed package; "" if it serves."""
         try:
-            found = version(self.package)
+            installed = version(self.package)
         except PackageNotFoundError:
             return f"no {self.package}"
-        return f"{self.package} {found}, not {self.least}" if _numbers(found) < _numbers(self.least) else ""
+        return f"{self.package} {installed}, not {self.least}" if _numbers(installed) < _numbers(self.least) else ""
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(each) for each in re.findall(r"\d+", text.partition("+")[0])]
+    return [int(digits) for digits in re.findall(r"\d+", text.partition("+")[0])]
 
 
 def needs_of_extras() -> dict[str, list[Need]]:
     """Returns what each extra of the installed zerobubble requires, those of the extras that it includes among it."""
     direct: dict[str, list[str]] = {}
     for text in requires("zerobubble") or ():
-        found = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?([^;]*);.*extra == ['\"]([\w-]+)['\"]", text)
-        if found is not None:
-            name, included, versions, extra = found.groups()
+        match = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?([^;]*);.*extra == ['\"]([\w-]+)['\"]", text)
+        if match is not None:
+            name, included, versions, extra = match.groups()
             least = re.search(r">=([\d.]+)", versions)
-            own = [f"{name}>={least[1] if least else ''}"]
-            direct.setdefault(extra, []).extend((included or "").split(",") if name == "zerobubble" else own)
+            package = [f"{name}>={least[1] if least else ''}"]
+            direct.setdefault(extra, []).extend((included or "").split(",") if name == "zerobubble" else package)
     return {extra: list(dict.fromkeys(_needs(extra, direct))) for extra in ENABLES}
 
 
 def _needs(extra: str, direct: Mapping[str, list[str]]) -> Iterator[Need]:
-    for each in direct.get(extra, ()):
-        package, has_version, least = each.partition(">=")
+    for requirement in direct.get(extra, ()):
+        package, has_version, least = requirement.partition(">=")
         if has_version:
             yield Need(package, least)
         else:
-            yield from _needs(each, direct)
+            yield from _needs(requirement, direct)
 
 
 def extras() -> Iterator[Finding]:
@@ -328,7 +332,7 @@ class Trial(NamedTuple):
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return cls(tuple(subprocess.Popen([*command, str(rank)], text=True, env=environment, **pipes) for rank in (0, 1)))
 
-    def ends(self, timeout: float) -> list[End]:
+    def ends(self, timeout: float) -> list[RankReports]:
         """Returns what the ranks reported, once both have ended, after `timeout` seconds at the latest."""
         deadline = time.monotonic() + timeout
         return [_end_of(rank, deadline) for rank in self.ranks]
@@ -337,10 +341,10 @@ class Trial(NamedTuple):
         """Yields what the ranks of a trial found."""
         ends = self.ends(timeout)
         usable, trained = ends[0].reports[:1], [end.reports[1] for end in ends if len(end.reports) == 2]
-        for each in usable:
-            yield from backends(each)
-            if "nccl" in each:
-                yield from between_gpus(each)
+        for report in usable:
+            yield from backends(report)
+            if "nccl" in report:
+                yield from between_gpus(report)
         if len(trained) < len(ends):
             faults = "; ".join(f"rank {rank}: {end.fault}" for rank, end in enumerate(ends) if end.fault)
             yield Finding("two ranks", FAULT, faults, "see the checks above; on a busy machine, give a longer --timeout")
@@ -348,14 +352,14 @@ class Trial(NamedTuple):
         yield from two_ranks(*trained)
 
 
-class End(NamedTuple):
+class RankReports(NamedTuple):
     """The reports of a rank of the trial, and why it printed no more."""
 
     reports: list[dict[str, Any]]
     fault: str
 
 
-def _end_of(rank: subprocess.Popen[str], deadline: float) -> End:
+def _end_of(rank: subprocess.Popen[str], deadline: float) -> RankReports:
     """Waits for a rank of the trial until the `deadline` of `time.monotonic`, then kills it."""
     fault = ""
     try:
@@ -366,7 +370,7 @@ def _end_of(rank: subprocess.Popen[str], deadline: float) -> End:
         fault = "not ready in time"
     if not fault and rank.returncode:
         fault = errors.strip().rpartition("\n")[2] or f"ended with exit code {rank.returncode}"
-    return End([json.loads(line) for line in output.splitlines() if line.startswith("{")], fault)
+    return RankReports([json.loads(line) for line in output.splitlines() if line.startswith("{")], fault)
 
 
 def backends(usable: Mapping[str, Any]) -> Iterator[Finding]:
@@ -397,25 +401,27 @@ def between_gpus(usable: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("NCCL", NOTE, f"torch {usable['torch']} has no NCCL", f"install a build with it; {staged}")
     else:
         yield Finding("NCCL", OK, usable["nccl"])
-    one = len(devices) == 1
-    yield Finding("GPUs", NOTE if one else OK, counted(len(devices), "GPU"), f"NCCL needs one for each rank; {staged}" if one else "")
+    is_alone = len(devices) == 1
+    yield Finding(
+        "GPUs", NOTE if is_alone else OK, counted(len(devices), "GPU"), f"NCCL needs one for each rank; {staged}" if is_alone else ""
+    )
     for device, left in zip(devices, free, strict=True):
         busy = left < device["bytes"] * LEAST_FREE
-        found = f"GPU {device['index']} has {_gib(left)} free of {_gib(device['bytes'])}"
-        yield Finding("GPU memory", NOTE if busy else OK, found, "end other programs on it" if busy else "")
+        fact = f"GPU {device['index']} has {_gib(left)} free of {_gib(device['bytes'])}"
+        yield Finding("GPU memory", NOTE if busy else OK, fact, "end other programs on it" if busy else "")
     for first, second in usable["apart"]:
-        found = f"GPUs {first} and {second} cannot access each other's memory"
-        yield Finding("peer access", NOTE, found, "NCCL copies through host memory between them: see nvidia-smi topo -m")
+        fact = f"GPUs {first} and {second} cannot access each other's memory"
+        yield Finding("peer access", NOTE, fact, "NCCL copies through host memory between them: see nvidia-smi topo -m")
 
 
 def two_ranks(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Finding]:
     """Reports the step of two ranks, and how far apart their clocks are."""
-    difference, seconds = (max(first[each], second[each]) for each in ("difference", "seconds"))
-    found = f"gradients differ from one device by {difference:.1e}, over {first['transport']}, in {seconds:.2f} s"
+    difference, seconds = (max(first[figure], second[figure]) for figure in ("difference", "seconds"))
+    step = f"gradients differ from one device by {difference:.1e}, over {first['transport']}, in {seconds:.2f} s"
     if difference <= TOLERANCE:
-        yield Finding("two ranks", OK, found)
+        yield Finding("two ranks", OK, step)
     else:
-        yield Finding("two ranks", FAULT, found, f"at most {TOLERANCE:g} is rounding: please report it, with this output")
+        yield Finding("two ranks", FAULT, step, f"at most {TOLERANCE:g} is rounding: please report it, with this output")
     skew = abs(first["skew"])
     apart = skew > MOST_SKEW_S + first["skew_error"]
     remedy = "timelines of ranks do not fit together: run all of them in one time namespace" if apart else ""
@@ -429,44 +435,44 @@ def measure(timeout: float, speeds: list[Mapping[str, Any]]) -> Iterator[Finding
         yield Finding("speeds", FAULT, faults, "on a busy machine, give a longer --timeout")
         return
     speeds += [end.reports[0] for end in ends]
-    found = _slowest(speeds)
-    products = ", ".join(f"{_speed(flops)} in {name}" for name, flops in found["products"].items())
+    slowest = _slowest(speeds)
+    products = ", ".join(f"{_speed(flops)} in {name}" for name, flops in slowest["products"].items())
     yield Finding("products", OK, products)
-    forward, backward = found["attention"]
-    yield Finding("attention", OK, f"{_speed(forward)} in F, {_speed(backward)} in B, over {found['attended']:,} tokens in bf16")
-    yield Finding("memory", OK, f"{show_bytes(round(found['copied']))}/s read and written")
-    between = f"over {found['backend']}, latency {found['latency'] * 1e6:.0f} µs"
-    yield Finding("messages", OK, f"{show_bytes(round(found['sent']))}/s {between}")
-    yield Finding("sums", OK, f"{show_bytes(round(found['summed']))}/s")
+    forward, backward = slowest["attention"]
+    yield Finding("attention", OK, f"{_speed(forward)} in F, {_speed(backward)} in B, over {slowest['attended']:,} tokens in bf16")
+    yield Finding("memory", OK, f"{show_bytes(round(slowest['copied']))}/s read and written")
+    between = f"over {slowest['backend']}, latency {slowest['latency'] * 1e6:.0f} µs"
+    yield Finding("messages", OK, f"{show_bytes(round(slowest['sent']))}/s {between}")
+    yield Finding("sums", OK, f"{show_bytes(round(slowest['summed']))}/s")
 
 
 def _slowest(speeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the figures of the slower rank in each; a rank that shares a GPU has none of its own."""
-    computing = [each for each in speeds if "products" in each]
-    products = {name: min(each["products"][name] for each in computing) for name in computing[0]["products"]}
-    attention = [min(pair) for pair in zip(*(each["attention"] for each in computing), strict=True)]
-    least = {name: min(each[name] for each in speeds) for name in ("sent", "summed", "bytes")}
-    copied, latency = min(each["copied"] for each in computing), max(each["latency"] for each in speeds)
+    computing = [speed for speed in speeds if "products" in speed]
+    products = {name: min(speed["products"][name] for speed in computing) for name in computing[0]["products"]}
+    attention = [min(pair) for pair in zip(*(speed["attention"] for speed in computing), strict=True)]
+    least = {name: min(speed[name] for speed in speeds) for name in ("sent", "summed", "bytes")}
+    copied, latency = min(speed["copied"] for speed in computing), max(speed["latency"] for speed in speeds)
     return {**computing[0], **least, "products": products, "attention": attention, "copied": copied, "latency": latency}
 
 
 def gpu_of(speeds: Sequence[Mapping[str, Any]]) -> GPU:
     """Returns the measured speeds of ranks as the figures of a GPU. Half precision is bf16; links between hosts are those between ranks."""
-    found = _slowest(speeds)
-    flops = (("bf16", found["products"]["bf16"]),)
-    link, tokens = min(found["sent"], found["summed"]), found["attended"]
+    slowest = _slowest(speeds)
+    flops = (("bf16", slowest["products"]["bf16"]),)
+    link, tokens = min(slowest["sent"], slowest["summed"]), slowest["attended"]
     long = [
         reached * (1 + overhead / tokens) / (1 + overhead / ATTENTION_TOKENS)
-        for reached, overhead in zip(found["attention"], ATTENTION_OVERHEAD, strict=True)
+        for reached, overhead in zip(slowest["attention"], ATTENTION_OVERHEAD, strict=True)
     ]
     return GPU(
-        found["name"],
+        slowest["name"],
         flops,
-        found["processors"],
-        found["bytes"],
-        found["copied"],
+        slowest["processors"],
+        slowest["bytes"],
+        slowest["copied"],
         link,
-        found["domain"],
+        slowest["domain"],
         link,
         sustained=flops,
         attention=(long[0], long[1]),

@@ -112,8 +112,8 @@ class OneSentenceGroup(click.Group):
             return name, self.commands[name], args[1:]
         if name.startswith("-"):
             return super().resolve_command(ctx, args)
-        found = "--help" if name == "help" else nearest_name(name, list(self.commands))
-        hint = f"did you mean {found!r}? " if found else ""
+        nearest = "--help" if name == "help" else nearest_name(name, list(self.commands))
+        hint = f"did you mean {nearest!r}? " if nearest else ""
         raise click.UsageError(f"there is no command {name!r}: {hint}known are {', '.join(self.commands)}")
 
 
@@ -142,14 +142,14 @@ def _no_such_option(error: click.NoSuchOption) -> str:
     """Returns the message with the option that was meant, which may have another name in Python or in other libraries."""
     params = error.ctx.command.params if error.ctx is not None else ()
     flags = {flag.lstrip("-").replace("-", "_"): flag for param in params for flag in param.opts if flag.startswith("--")}
-    found = flags.get(nearest_name(error.option_name.lstrip("-").replace("-", "_"), list(flags)))
-    return f"there is no option {error.option_name}: {f'did you mean {found}?' if found else 'see --help'}"
+    flag = flags.get(nearest_name(error.option_name.lstrip("-").replace("-", "_"), list(flags)))
+    return f"there is no option {error.option_name}: {f'did you mean {flag}?' if flag else 'see --help'}"
 
 
 def _without_count(message: str) -> str:
     """Returns what click says about arguments too many in the form of the other errors."""
-    _, found, extra = message.partition(_EXTRA)
-    return f"too many arguments: {extra.partition('(')[2].removesuffix(')')} is left over; see --help" if found else message
+    _, is_extra, extra = message.partition(_EXTRA)
+    return f"too many arguments: {extra.partition('(')[2].removesuffix(')')} is left over; see --help" if is_extra else message
 
 
 def _wrong_value(error: click.BadParameter) -> str:
@@ -181,18 +181,20 @@ _CHOICE = " is not one of "
 def _plainly(message: str, kind: object) -> str:
     """Returns a message of click without formulas such as 0<=x<=65535, and with the choice that was meant."""
     if isinstance(kind, click.Choice) and _CHOICE in message:
-        given, _, known = message.partition(_CHOICE)
-        hint = near(given.strip("'"), map(str, kind.choices))
-        return f"{given}{_CHOICE}{known}{hint and f': {hint.rstrip()}'}"
+        hint = near(message.partition(_CHOICE)[0].strip("'"), map(str, kind.choices))
+        return f"{message}{hint and f': {hint.rstrip()}'}"
     if isinstance(kind, (click.IntRange, click.FloatRange)) and _RANGE in message:
-        given = message.partition(_RANGE)[0].removesuffix(".0")
-        if kind.min is not None and kind.max is not None and not (kind.min_open or kind.max_open):
-            return f"{given} is not in {kind.min:,} to {kind.max:,}"
-        least = None if kind.min is None else f"{'above' if kind.min_open else 'at least'} {kind.min:,}"
-        most = None if kind.max is None else f"{'below' if kind.max_open else 'at most'} {kind.max:,}"
-        return f"{given} is not {' and '.join(filter(None, (least, most)))}"
-    found = next((words for words in _NOT_A if message.endswith(words)), "")
-    return f"{message.removesuffix(found)}{_NOT_A[found]}" if found else message
+        return f"{message.partition(_RANGE)[0].removesuffix('.0')} is not {_range_text(kind)}"
+    ending = next((words for words in _NOT_A if message.endswith(words)), "")
+    return f"{message.removesuffix(ending)}{_NOT_A[ending]}" if ending else message
+
+
+def _range_text(kind: click.IntRange | click.FloatRange) -> str:
+    if kind.min is not None and kind.max is not None and not (kind.min_open or kind.max_open):
+        return f"in {kind.min:,} to {kind.max:,}"
+    least = None if kind.min is None else f"{'above' if kind.min_open else 'at least'} {kind.min:,}"
+    most = None if kind.max is None else f"{'below' if kind.max_open else 'at most'} {kind.max:,}"
+    return " and ".join(filter(None, (least, most)))
 
 
 def _first_fault(error: ScheduleError | ProgramError) -> str:

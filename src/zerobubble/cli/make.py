@@ -21,7 +21,7 @@ from zerobubble.cli.inputs.options import (
     option_group,
     shape_options,
 )
-from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedule, with_costs
+from zerobubble.cli.inputs.schedule_and_costs import NamedSchedule, find_schedule, with_costs
 from zerobubble.errors import InputError
 from zerobubble.export.document import dumps
 from zerobubble.export.megatron import balanced_layers, to_megatron_layout
@@ -125,7 +125,7 @@ class FormOptions:
 @cost_options
 @option_group(FormOptions, "form")
 @click.option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
-def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOptions, form: FormOptions, output: str | None) -> None:
+def make_file(name: str, shape: Shape, vocabulary: str | None, costing: CostOptions, form: FormOptions, output: str | None) -> None:
     """Write the schedule NAME in one of these forms:
 
     \b
@@ -159,11 +159,11 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
     """
     form = form.of_file(output)
     form.check(output)
-    found = with_head_divided(find_schedule(name, shape, given), vocabulary)
+    named = with_head_divided(find_schedule(name, shape, costing), vocabulary)
     if form.name == TORCHTITAN:
-        _for_torchtitan(found, form.layers, output)
+        _for_torchtitan(named, form.layers, output)
         return
-    text = _text(found, form, given)
+    text = _text(named, form, costing)
     if output is None:
         click.echo(text, nl=False)
     elif isinstance(text, bytes):
@@ -172,33 +172,33 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
         write_text(output, text)
 
 
-def _text(found: Given, form: FormOptions, given: CostOptions) -> str | bytes:
+def _text(named: NamedSchedule, form: FormOptions, costing: CostOptions) -> str | bytes:
     """Returns the schedule in the form asked for."""
     if form.name in ORDERS:
-        return ORDERS[form.name](found.schedule)
+        return ORDERS[form.name](named.schedule)
     if form.name in WITH_MESSAGES:
-        return _with_messages(found, form.name, form.torch)
+        return _with_messages(named, form.name, form.torch)
     if form.name == LAYOUT:
-        return _layout(found, form.layers)
-    (costed,) = with_costs([found], given)
-    return PICTURES[form.name](with_offloads_of_plan(costed, found).timeline)
+        return _layout(named, form.layers)
+    (costed,) = with_costs([named], costing)
+    return PICTURES[form.name](with_offloads_of_plan(costed, named).timeline)
 
 
-def _for_torchtitan(found: Given, layers: int | None, output: str | None) -> None:
+def _for_torchtitan(named: NamedSchedule, layers: int | None, output: str | None) -> None:
     """Writes the CSV to a file, and the settings that name it to stdout."""
     if output is None:
         raise InputError("{argument} needs {needed}, the CSV for torchtitan", argument=f"--format {TORCHTITAN}", needed="-o FILE")
-    settings = as_flags(torchtitan_settings(found.schedule, output, layers))
-    write_text(output, to_torch_csv(found.schedule))
+    settings = as_flags(torchtitan_settings(named.schedule, output, layers))
+    write_text(output, to_torch_csv(named.schedule))
     click.echo(settings, nl=False)
 
 
-def _with_messages(found: Given, form: str, torch: str | None) -> str:
+def _with_messages(named: NamedSchedule, form: str, torch: str | None) -> str:
     """Returns PyTorch's CSV with messages, for this version or the installed one."""
     from importlib.metadata import PackageNotFoundError, version  # slow to import, and rarely needed
 
     try:
-        return to_torch_comms_csv(found.schedule, torch or version("torch"), WITH_MESSAGES[form])
+        return to_torch_comms_csv(named.schedule, torch or version("torch"), WITH_MESSAGES[form])
     except PackageNotFoundError:
         remedy = "give --torch VERSION, of the PyTorch that reads the file"
         raise InputError(
@@ -206,18 +206,18 @@ def _with_messages(found: Given, form: str, torch: str | None) -> str:
         ) from None
 
 
-def _layout(found: Given, layers: int | None) -> str:
+def _layout(named: NamedSchedule, layers: int | None) -> str:
     """Returns Megatron's layout, with `layers` transformer layers divided evenly. Raises for plans for layers, which have their own cut."""
-    if found.problem is not None and (cut := found.problem.layers_per_stage):
+    if named.problem is not None and (cut := named.problem.layers_per_stage):
         sizes = " ".join(map(str, cut))
         remedy = "spell each stage in E, t and L and write it with zerobubble.export.to_megatron_layout"
         raise InputError(
             "{name} has stages of {sizes} layers, and --format {form} divides layers evenly",
-            name=found.name,
+            name=named.name,
             sizes=sizes,
             form=LAYOUT,
             remedy=remedy,
         )
     if layers is None:
         raise InputError("{argument} needs {needed}, the number of transformer layers", argument=f"--format {LAYOUT}", needed="--layers N")
-    return to_megatron_layout(balanced_layers(found.schedule.placement, layers)) + "\n"
+    return to_megatron_layout(balanced_layers(named.schedule.placement, layers)) + "\n"

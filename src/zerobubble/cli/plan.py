@@ -45,7 +45,7 @@ from zerobubble.cli.inputs.options import (
     slice_counts,
 )
 from zerobubble.cli.inputs.problem import (
-    Question,
+    PlanQuestion,
     SearchOptions,
     WorkOptions,
     in_microbatches,
@@ -176,14 +176,14 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """A plan with remarks: keys of the JSON output, and paragraphs."""
 
     plan: Plan
     data: dict[str, object]
     paragraphs: tuple[str, ...] = ()
 
-    def with_remark(self, data: dict[str, object], paragraph: str) -> Answer:
+    def with_remark(self, data: dict[str, object], paragraph: str) -> PlanAnswer:
         """Returns the same plan with another remark."""
         return replace(self, data=self.data | data, paragraphs=(*self.paragraphs, paragraph))
 
@@ -272,7 +272,7 @@ def plan_command(
 
 def _answer(
     work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions, gpu: str | None
-) -> Answer:
+) -> PlanAnswer:
     """Plans for layers, stages or ranks, with all axes of the options or the plan file."""
     file = options.source if options.layers is None else options.layers
     if file is not None:
@@ -284,13 +284,13 @@ def _answer(
             given_layers = layers_in_file(file, work, gpu, need_bytes=options.rank_bytes is not None)
         return _plan_layers(given_layers, search, options, sharded, head)
     question = read_question("plan", work, search)
-    known = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
+    in_file = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
     if question.problem is not None:
-        known["slices"] = question.problem.slices > 1
+        in_file["slices"] = question.problem.slices > 1
         recomputation = question.problem.recomputation if options.recompute is None else None
         others = {"sharded": question.problem.sharded, "host": question.problem.host, "recompute": recomputation}
-        known |= {axis: value is not None for axis, value in others.items()}
-    _refuse_pairs(known, search, options, sharded, work.costs_file or "")
+        in_file |= {axis: value is not None for axis, value in others.items()}
+    _refuse_pairs(in_file, search, options, sharded, work.costs_file or "")
     link, placed = link_asked(question, options.offload, work.microbatch_bytes), head.head_for(question)
     memory = _memory(question, work, options)
     if memory is None:
@@ -303,17 +303,17 @@ def _answer(
     extras |= _recomputation(options, question)
     with search_progress(search) as watch:
         arguments = search.arguments(search.objective or (question.objective if link is None else None), watch)
-        found = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
-    remarks = *_on_layers(found, question, search), *_on_slices(found, options), *_microbatches_in_bytes(options, _sizes(question, options))
-    answer = Answer(found, {}, remarks)
+        best = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
+    remarks = *_on_layers(best, question, search), *_on_slices(best, options), *_microbatches_in_bytes(options, _sizes(question, options))
+    answer = PlanAnswer(best, {}, remarks)
     return _with_memory(answer, None if options.rank_bytes is None else DeviceMemory(options.rank_bytes))
 
 
-def _slices(options: PlanOptions, question: Question) -> dict[str, Any]:
+def _slices(options: PlanOptions, question: PlanQuestion) -> dict[str, Any]:
     """Returns the slices and the attention of the options, else those of the plan file."""
-    known = () if question.problem is None else question.problem.costs.slices
-    attention = attention_in(known) if known and not options.attention else options.attention
-    return {"slices": options.slices or len(known) or 1, "attention": attention}
+    in_plan = () if question.problem is None else question.problem.costs.slices
+    attention = attention_in(in_plan) if in_plan and not options.attention else options.attention
+    return {"slices": options.slices or len(in_plan) or 1, "attention": attention}
 
 
 _FULL, _MUCH_IDLE = 4, 0.2
@@ -347,9 +347,9 @@ _WORDS = {
 """The part of a file for each axis."""
 
 
-def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOptions, sharded: GatherOptions, file: str) -> None:
-    """Raises for pairs of axes that cannot be planned together, from the options or `known` from a file."""
-    given = {
+def _refuse_pairs(axes: dict[str, bool], search: SearchOptions, options: PlanOptions, sharded: GatherOptions, file: str) -> None:
+    """Raises for pairs of axes that cannot be planned together, from the options or from `axes` of a file."""
+    in_options = {
         "speeds": bool(options.speeds),
         "links": bool(options.links),
         "baseline": options.baseline is not None,
@@ -360,44 +360,44 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
         "period": search.objective == Objective.PERIOD,
         "what_if": options.what_if is not None,
     }
-    given |= {axis: bool(given_flags({"host": "offload"}.get(axis, axis))) for axis in ("layers", "head", "host", "fused")}
-    given["layers"] |= options.source is not None
-    in_file = {axis: f"{words} in {file}" for axis, words in _WORDS.items() if known.get(axis)}
-    refuse_pairs(in_file | {axis: flag for axis, flag in _FLAGS.items() if given[axis]})
+    in_options |= {axis: bool(given_flags({"host": "offload"}.get(axis, axis))) for axis in ("layers", "head", "host", "fused")}
+    in_options["layers"] |= options.source is not None
+    in_file = {axis: f"{words} in {file}" for axis, words in _WORDS.items() if axes.get(axis)}
+    refuse_pairs(in_file | {axis: flag for axis, flag in _FLAGS.items() if in_options[axis]})
 
 
-def _on_layers(found: Plan, question: Question, search: SearchOptions) -> tuple[str, ...]:
+def _on_layers(best: Plan, question: PlanQuestion, search: SearchOptions) -> tuple[str, ...]:
     """Says how many layers the winner needs, if the number of layers is unknown."""
-    placement = found.problem.placement
+    placement = best.problem.placement
     if search.num_layers is not None or placement.stages_per_rank == 1 or not isinstance(question.work, Workload):
         return ()
     return (f"The winner has {placement.num_stages} stages, each of at least one layer. Give --num-layers N if the model has fewer.",)
 
 
-def _on_slices(found: Plan, options: PlanOptions) -> tuple[str, ...]:
+def _on_slices(best: Plan, options: PlanOptions) -> tuple[str, ...]:
     """Names slices where few whole microbatches leave ranks idle in every order."""
-    problem = found.problem
+    problem = best.problem
     has_other_axes = any(
         (problem.sharded, problem.recomputation, problem.head, problem.host, options.shares, options.speeds, options.baseline)
     )
-    is_short = problem.num_microbatches < _FULL * problem.placement.num_ranks and found.least_bubble >= _MUCH_IDLE
+    is_short = problem.num_microbatches < _FULL * problem.placement.num_ranks and best.least_bubble >= _MUCH_IDLE
     if has_other_axes or not is_short or options.slices or problem.slices > 1 or options.what_if is not None:
         return ()
     few = counted(problem.num_microbatches, "microbatch")
     return (f"No order of {few} keeps {counted(problem.placement.num_ranks, 'rank')} busy. If they are long sequences, try --slices auto.",)
 
 
-def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
+def _recomputation(options: PlanOptions, question: PlanQuestion) -> dict[str, Any]:
     """Returns the arguments of recomputation: those of the options, else those of the plan to repeat."""
     levels = None if options.levels is None else parse_levels(options.levels)
-    known = None if question.problem is None else question.problem.recomputation
-    if known is None or options.recompute is not None:
+    in_plan = None if question.problem is None else question.problem.recomputation
+    if in_plan is None or options.recompute is not None:
         return {"recompute": options.recompute or "none", "levels": levels}
-    offered = tuple(level for level in known.offered if level != NONE)
-    return {"recompute": "auto" if known.is_optional else "full", "levels": levels or offered}
+    offered = tuple(level for level in in_plan.offered if level != NONE)
+    return {"recompute": "auto" if in_plan.is_optional else "full", "levels": levels or offered}
 
 
-def _memory(question: Question, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
+def _memory(question: PlanQuestion, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
     """Returns the memory of each rank: that of the options, else that of the plan to repeat."""
     if options.rank_bytes is not None and isinstance(question.work, Workload):
         return in_microbatches(options.rank_bytes, work)
@@ -406,14 +406,14 @@ def _memory(question: Question, work: WorkOptions, options: PlanOptions) -> Limi
     return question.limits if options.rank_microbatches is None else options.rank_microbatches
 
 
-def _sizes(question: Question, options: PlanOptions) -> Limits | None:
+def _sizes(question: PlanQuestion, options: PlanOptions) -> Limits | None:
     """Returns the bytes of --memory in microbatches, None if they are unknown."""
     if options.rank_microbatches is None or isinstance(question.work, Workload):
         return None
     return limits_for(options.rank_microbatches, microbatch_bytes(next(iter(question.placements.values())), question.work))
 
 
-def _with_gathers(answer: Answer) -> Answer:
+def _with_gathers(answer: PlanAnswer) -> PlanAnswer:
     """Adds the gathers of the winner, if weights are sharded."""
     gathers = gathering.planned(answer.plan.schedule, answer.plan.problem.sharded)
     if not gathers:
@@ -422,41 +422,41 @@ def _with_gathers(answer: Answer) -> Answer:
     return answer.with_remark({"weights": gathering.as_dicts(gathers)}, "\n".join(["Sharded weights of the winner:", *lines]))
 
 
-def _with_offloads(answer: Answer) -> Answer:
+def _with_offloads(answer: PlanAnswer) -> PlanAnswer:
     """Adds the offloads of each rank, if the problem has a link to the host."""
-    found, savings = answer.plan, answer.plan.saving(OffloadSavings)
-    if savings is None or found.timeline is None:
+    best, savings = answer.plan, answer.plan.saving(OffloadSavings)
+    if savings is None or best.timeline is None:
         return answer
-    ranks = offloading.as_dicts(Offloaded(found.offloads, found.timeline, savings.without or 0))
-    costed = costed_plan(found, "the costs of the plan")
-    lines = [f"rank {rank}: {offloading.offload_text(costed, plan, rank)}" for rank, plan in enumerate(found.offloads)]
+    ranks = offloading.as_dicts(Offloaded(best.offloads, best.timeline, savings.without or 0))
+    costed = costed_plan(best, "the costs of the plan")
+    lines = [f"rank {rank}: {offloading.offload_text(costed, plan, rank)}" for rank, plan in enumerate(best.offloads)]
     return answer.with_remark({savings.axis: savings.to_dict() | {"ranks": ranks}}, "\n".join(lines))
 
 
-def _plan_layers(given: GivenLayers, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions) -> Answer:
+def _plan_layers(source: GivenLayers, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions) -> PlanAnswer:
     """Plans the cut of these layers together with the schedule."""
-    parts, (ranks, microbatches) = given.parts, require_shape("plan", given.ranks, given.microbatches)
+    parts, (ranks, microbatches) = source.parts, require_shape("plan", source.ranks, source.microbatches)
     placements = named_placements(search, ranks, microbatches)
     layers = parts if options.inside_blocks else join_blocks(parts)
-    device = _device_memory(given, options)
+    device = _device_memory(source, options)
     memory = options.rank_microbatches if device is None else Limits((device.usable,) * ranks)
     if memory is None:
         require_with("offload", "--memory", "")
     axes = _axes_of_layers(layers, ranks, options, head) | {"sharded": sharded.sharded(None, options.within / 100)}
     with search_progress(search) as watch:
         ask = partial(plan, layers, microbatches, memory, placements=placements)
-        found = _planned(ask, axes, search.arguments(search.objective, watch))
-    savings, inside = found.saving(CutSavings), None
-    answer = _with_memory(Answer(found, {}, tuple(filter(None, [given.device_text()]))), device)
+        best = _planned(ask, axes, search.arguments(search.objective, watch))
+    savings, inside = best.saving(CutSavings), None
+    answer = _with_memory(PlanAnswer(best, {}, tuple(filter(None, [source.device_text()]))), device)
     if savings is not None and len(parts) > len(savings.cut.layers):
         inside = cut_layers(parts, savings.cut.placement, savings.limits, speeds=savings.cut.speeds).excess
-    if found.cut is not None and inside is not None and inside < found.cut.excess:
+    if best.cut is not None and inside is not None and inside < best.cut.excess:
         text = f"Cuts inside blocks bring the slowest rank to {inside:.3f} x an even share: give --inside-blocks."
         answer = answer.with_remark({}, text)
     if options.rank_microbatches is not None and any(layer.parameters_bytes for layer in layers):
         limits = equal_limits(layers, ranks, options.rank_microbatches)
         answer = replace(answer, paragraphs=(*answer.paragraphs, *_microbatches_in_bytes(options, limits)))
-    device_data = {"gpu": given.gpu and given.gpu.name, "machine": given.machine and given.machine.to_dict()}
+    device_data = {"gpu": source.gpu and source.gpu.name, "machine": source.machine and source.machine.to_dict()}
     return replace(answer, data=answer.data | {"excess_inside_blocks": inside, **device_data})
 
 
@@ -477,15 +477,15 @@ def _fits(ask: Callable[..., Plan], axes: dict[str, Any]) -> bool:
         return False
 
 
-def _device_memory(given: GivenLayers, options: PlanOptions) -> DeviceMemory | None:
+def _device_memory(source: GivenLayers, options: PlanOptions) -> DeviceMemory | None:
     """Returns the memory of each rank in bytes: --memory, else all of a named GPU; None if --memory has microbatches or is not given."""
     total = options.rank_bytes
-    if options.memory is None and given.gpu is not None:
-        total = given.gpu.memory_bytes
-    return None if total is None else DeviceMemory(total, given.gpu)
+    if options.memory is None and source.gpu is not None:
+        total = source.gpu.memory_bytes
+    return None if total is None else DeviceMemory(total, source.gpu)
 
 
-def _with_memory(answer: Answer, device: DeviceMemory | None) -> Answer:
+def _with_memory(answer: PlanAnswer, device: DeviceMemory | None) -> PlanAnswer:
     """Adds the memory of each rank, if it is known in bytes."""
     return answer if device is None else answer.with_remark(device.to_dict(), str(device))
 
@@ -493,14 +493,14 @@ def _with_memory(answer: Answer, device: DeviceMemory | None) -> Answer:
 def _axes_of_layers(layers: Sequence[Layer], ranks: int, options: PlanOptions, head: HeadOptions) -> dict[str, Any]:
     """Returns the arguments of `plan` for layers. A rank holds an equal share of them for each microbatch."""
     held = sum(layer.held_after_f for layer in layers) // ranks
-    found: dict[str, Any] = {name: getattr(options, name) for name in ("baseline", "shares", "speeds", "links")}
-    found["recompute"] = options.recompute or "none"
-    found["levels"] = None if options.levels is None else parse_levels(options.levels)
+    axes: dict[str, Any] = {name: getattr(options, name) for name in ("baseline", "shares", "speeds", "links")}
+    axes["recompute"] = options.recompute or "none"
+    axes["levels"] = None if options.levels is None else parse_levels(options.levels)
     if head.head is not None:
-        found["head"] = Head(head.head, head.head_held * held, head.collective, head.head_slowdown)
+        axes["head"] = Head(head.head, head.head_held * held, head.collective, head.head_slowdown)
     if options.offload is not None:
-        found["host"] = host_link(options.offload, max(1, held), lambda given: float(given.count))
-    return found
+        axes["host"] = host_link(options.offload, max(1, held), lambda rate: float(rate.count))
+    return axes
 
 
 def _microbatches_in_bytes(options: PlanOptions, limits: Limits | None) -> tuple[str, ...]:
@@ -508,11 +508,11 @@ def _microbatches_in_bytes(options: PlanOptions, limits: Limits | None) -> tuple
     if options.rank_microbatches is None or limits is None:
         return ()
     size = show_range(limits.memory, show_bytes)
-    given = f"--memory {options.rank_microbatches:g}"
-    return (f"{given} holds {options.rank_microbatches:g} microbatches, {size} on each rank. For bytes, give a unit: {given}GB.",)
+    option = f"--memory {options.rank_microbatches:g}"
+    return (f"{option} holds {options.rank_microbatches:g} microbatches, {size} on each rank. For bytes, give a unit: {option}GB.",)
 
 
-def _with_remarks(answer: Answer, search: SearchOptions, options: PlanOptions) -> Answer:
+def _with_remarks(answer: PlanAnswer, search: SearchOptions, options: PlanOptions) -> PlanAnswer:
     """Adds the winner's time if times are off, if asked for."""
     if options.what_if is not None:
         moved = what_if(answer.plan, options.what_if / 100, seed=search.seed)

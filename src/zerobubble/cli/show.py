@@ -34,6 +34,7 @@ from zerobubble.explain import Window, windows
 from zerobubble.export.png import write_picture
 from zerobubble.export.svg import period_caption, timeline_svg
 from zerobubble.gathers import RankGathers
+from zerobubble.planning import Sharded
 from zerobubble.timeline import RankFigures, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 
@@ -64,7 +65,7 @@ def show(
     name: str,
     shape: Shape,
     vocabulary: str | None,
-    given: CostOptions,
+    costing: CostOptions,
     sharded: GatherOptions,
     offloading: OffloadOptions,
     with_windows: bool,
@@ -91,19 +92,12 @@ def show(
       zerobubble show plan.json
       zerobubble show mine.csv --costs costs.json --svg mine.svg --html mine.html
     """
-    found = with_head_divided(find_schedule(name, shape, given), vocabulary)
-    (costed,) = with_costs([found], given)
-    divided = sharded.sharded(found.problem)
-    costed = offloading.added(costed, found)
+    named = with_head_divided(find_schedule(name, shape, costing), vocabulary)
+    (costed,) = with_costs([named], costing)
+    divided = sharded.sharded(named.problem)
+    costed = offloading.added(costed, named)
     away = offloaded(costed)
-    if away is not None and divided is not None:
-        raise InputError(
-            "gathers and offload cannot be simulated together", remedy="leave out --offload or --weights, or those of the plan"
-        )
-    if away is not None and with_windows:
-        raise InputError("windows are not available with offload", remedy="leave out --offload or --windows")
-    if with_windows and pictures.html is not None:
-        raise InputError("pages do not show windows", remedy="write --svg, or leave out --windows")
+    _refuse_together(away, divided, pictures, with_windows)
     idle = windows(costed.schedule, costed.costs) if with_windows else ()
     timeline = costed.timeline
     gathers = gathering.planned(costed.schedule, divided)
@@ -123,6 +117,17 @@ def show(
         _print(costed, timeline, gathers, gathering.gather_time_text(costed, gathers, divided), away, stdout_console(width))
         if idle:
             click.echo(f"\n{_windows_text(idle, costed)}")
+
+
+def _refuse_together(away: Offloaded | None, divided: Sharded | None, pictures: PictureFiles, with_windows: bool) -> None:
+    if away is not None and divided is not None:
+        raise InputError(
+            "gathers and offload cannot be simulated together", remedy="leave out --offload or --weights, or those of the plan"
+        )
+    if away is not None and with_windows:
+        raise InputError("windows are not available with offload", remedy="leave out --offload or --windows")
+    if with_windows and pictures.html is not None:
+        raise InputError("pages do not show windows", remedy="write --svg, or leave out --windows")
 
 
 def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
@@ -198,24 +203,24 @@ def _totals(costed: Costed, timeline: Timeline) -> str:
     return "\n".join([*lines, f"{'peak memory':<18} {peak:>15}"])
 
 
-def _windows_text(found: Sequence[Sequence[Window]], costed: Costed) -> str:
+def _windows_text(by_rank: Sequence[Sequence[Window]], costed: Costed) -> str:
     """Describes the windows of each rank in a line."""
-    return "\n".join(f"rank {rank}: {_window_line(costed, rank, own)}" for rank, own in enumerate(found))
+    return "\n".join(f"rank {rank}: {_window_line(costed, rank, in_rank)}" for rank, in_rank in enumerate(by_rank))
 
 
-def _window_line(costed: Costed, rank: int, own: Sequence[Window]) -> str:
-    if not own:
+def _window_line(costed: Costed, rank: int, in_rank: Sequence[Window]) -> str:
+    if not in_rank:
         return "no window"
-    total, longest = sum(window.duration for window in own), max(own, key=lambda window: window.duration)
-    parts = f"{counted(len(own), 'window')} of {show_ms(total)} in total, the longest of {show_ms(longest.duration)}"
+    total, longest = sum(window.duration for window in in_rank), max(in_rank, key=lambda window: window.duration)
+    parts = f"{counted(len(in_rank), 'window')} of {show_ms(total)} in total, the longest of {show_ms(longest.duration)}"
     return f"{parts} before step {longest.step}, with {costed.show_memory(longest.free, rank)} free"
 
 
-def _windows_as_dicts(found: Sequence[Sequence[Window]]) -> list[dict[str, object]]:
+def _windows_as_dicts(by_rank: Sequence[Sequence[Window]]) -> list[dict[str, object]]:
     """Returns the windows as data: times in ms, memory in bytes."""
-    return [{"rank": rank, "windows": list(_windows_of_rank(own))} for rank, own in enumerate(found)]
+    return [{"rank": rank, "windows": list(_windows_of_rank(in_rank))} for rank, in_rank in enumerate(by_rank)]
 
 
-def _windows_of_rank(own: Sequence[Window]) -> Iterator[dict[str, float]]:
-    for window in own:
+def _windows_of_rank(in_rank: Sequence[Window]) -> Iterator[dict[str, float]]:
+    for window in in_rank:
         yield {"step": window.step, "start": ms(window.start), "end": ms(window.end), "free_bytes": window.free}

@@ -98,22 +98,24 @@ def split_command(
     refuse_together("cuts", "memory", "inside_blocks")
     if stages is None and schedule is None and output is None and not as_json:
         raise InputError("nothing to do", remedy="give --stages S or --schedule NAME for a cut, or -o FILE for the costs of layers")
-    given = None if schedule is None else find_schedule(schedule, shape)
+    named = None if schedule is None else find_schedule(schedule, shape)
     with _showing_steps(shown=not as_json) as show:
         show("loading PyTorch and Transformers")
         split = _split(config, options, show)
-        if given is not None:
-            split = split.for_schedule(given.schedule, () if given.problem is None else given.problem.first_layers)
-        count = given.schedule.num_stages if given is not None else stages
+        if named is not None:
+            split = split.for_schedule(named.schedule, () if named.problem is None else named.problem.first_layers)
+        count = named.schedule.num_stages if named is not None else stages
         show("estimating the costs of layers")
         layers = layers_to_dict(split.layers()) | {MACHINE: split.machine.to_dict()}
         show("cutting the model, and comparing it with the uncut one")
-        data = layers | ({} if count is None else _as_dict(split, count)) if as_json else {}
-        words = "" if as_json or count is None else split.describe(count)
+        if as_json:
+            text = json.dumps(layers | ({} if count is None else _as_dict(split, count)), indent=1)
+        else:
+            text = "" if count is None else split.describe(count)
     if output is not None:
         write_text(output, json.dumps(layers, indent=1) + "\n")
-    if data or words:
-        click.echo(json.dumps(data, indent=1) if as_json else words)
+    if text:
+        click.echo(text)
 
 
 @contextmanager

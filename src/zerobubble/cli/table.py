@@ -10,7 +10,15 @@ import click
 from rich.table import Table
 
 from zerobubble.cli.inputs.options import PassTimes, Shape, Times, given_flags, json_option, lacking, option_group, shape_options
-from zerobubble.cli.inputs.schedule_and_costs import Costed, Given, equal_costs, equal_times, find_schedules, make_schedule, shapes_of_names
+from zerobubble.cli.inputs.schedule_and_costs import (
+    Costed,
+    NamedSchedule,
+    equal_costs,
+    equal_times,
+    find_schedules,
+    make_schedule,
+    shapes_of_names,
+)
 from zerobubble.cli.outputs.terminal import Console, stdout_console, with_bar
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
@@ -31,7 +39,7 @@ NOTE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class FormulaCheck:
     """A figure from a closed form and from the simulation. `holds` if the conditions of the form hold; `form` is None without one."""
 
     form: Formula | None
@@ -46,22 +54,22 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TableLine:
     """One schedule of the table: bubble in ms, bubble rate of the span, peak in microbatches. `name` is the one given."""
 
     name: str
     schedule: Schedule
-    bubble: Comparison
+    bubble: FormulaCheck
     rate: float
-    peak: Comparison
+    peak: FormulaCheck
 
 
 @click.command("table")
 @click.argument("names", nargs=-1)
 @shape_options
-@option_group(PassTimes, "given")
+@option_group(PassTimes, "pass_times")
 @json_option
-def table(names: tuple[str, ...], shape: Shape, given: PassTimes, as_json: bool) -> None:
+def table(names: tuple[str, ...], shape: Shape, pass_times: PassTimes, as_json: bool) -> None:
     """Print bubble and peak memory of schedules, from closed forms of the papers and simulated.
 
     NAMES are known schedules, or files: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without names, the table
@@ -73,15 +81,15 @@ def table(names: tuple[str, ...], shape: Shape, given: PassTimes, as_json: bool)
       zerobubble table 1f1b zb-h1 zb-h2 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
       zerobubble table plan.json zb-v 1f1b
     """
-    inputs = {each.name: each for each in find_schedules(names, shape)} if names else {}
-    times, comm = given.times, given.comm
-    planned = next((each for each in inputs.values() if each.problem is not None), None)
+    inputs = {named.name: named for named in find_schedules(names, shape)} if names else {}
+    times, comm = pass_times.times, pass_times.comm
+    planned = next((named for named in inputs.values() if named.problem is not None), None)
     if planned is not None and planned.problem is not None and not given_flags("times", "comm"):
         times, comm = equal_times(planned.problem, planned.name)
     shapes, refused = ({}, []) if names else _every_schedule(shape)
 
-    def line_of(name: str) -> Line:
-        return _line(inputs.get(name) or Given(name, make_schedule(name, shapes[name])), times, comm)
+    def line_of(name: str) -> TableLine:
+        return _line(inputs.get(name) or NamedSchedule(name, make_schedule(name, shapes[name])), times, comm)
 
     lines = list(with_bar(names or list(shapes), line_of))
     if as_json:
@@ -103,33 +111,33 @@ def _every_schedule(shape: Shape) -> tuple[dict[str, Shape], list[str]]:
     return shapes_of_names(allowed, shape), refused
 
 
-def _line(given: Given, times: Times, comm: float) -> Line:
-    schedule = given.schedule
+def _line(named: NamedSchedule, times: Times, comm: float) -> TableLine:
+    schedule = named.schedule
     costed = Costed(schedule, equal_costs(schedule, times, comm), "equal stages")
     timeline = simulate(schedule, costed.costs)
     idle = timeline.span - timeline.work // schedule.num_ranks
-    return Line(given.name, schedule, _bubble(costed, idle), timeline.bubble_span, _peak(costed))
+    return TableLine(named.name, schedule, _bubble(costed, idle), timeline.bubble_span, _peak(costed))
 
 
-def _bubble(costed: Costed, simulated: int) -> Comparison:
+def _bubble(costed: Costed, simulated: int) -> FormulaCheck:
     formulas = FORMULAS.get(costed.schedule.name)
     if formulas is None:
-        return Comparison(None, None, ms(simulated), False)
+        return FormulaCheck(None, None, ms(simulated), False)
     at = setting(costed.schedule, costed.costs)
     form = formulas.bubble(at)
-    return Comparison(form, form.value(at) / NS_PER_MS, ms(simulated), form.holds(at))
+    return FormulaCheck(form, form.value(at) / NS_PER_MS, ms(simulated), form.holds(at))
 
 
-def _peak(costed: Costed) -> Comparison:
+def _peak(costed: Costed) -> FormulaCheck:
     simulated = max(costed.in_microbatches(peak_memory(costed.schedule, costed.costs)))
     formulas = FORMULAS.get(costed.schedule.name)
     if formulas is None:
-        return Comparison(None, None, simulated, False)
+        return FormulaCheck(None, None, simulated, False)
     at = setting(costed.schedule, costed.costs)
-    return Comparison(formulas.peak, formulas.peak.value(at) / at.v, simulated, formulas.peak.holds(at))
+    return FormulaCheck(formulas.peak, formulas.peak.value(at) / at.v, simulated, formulas.peak.holds(at))
 
 
-def _as_dict(line: Line) -> dict[str, object]:
+def _as_dict(line: TableLine) -> dict[str, object]:
     return {
         "name": line.name,
         "num_stages": line.schedule.num_stages,
@@ -139,7 +147,7 @@ def _as_dict(line: Line) -> dict[str, object]:
     }
 
 
-def _comparison_as_dict(comparison: Comparison) -> dict[str, object]:
+def _comparison_as_dict(comparison: FormulaCheck) -> dict[str, object]:
     stated = {"formula": comparison.form.text, "when": comparison.form.when} if comparison.form else {"formula": None, "when": None}
     return {
         **stated,
@@ -150,7 +158,7 @@ def _comparison_as_dict(comparison: Comparison) -> dict[str, object]:
     }
 
 
-def _print(lines: Sequence[Line], refused: Sequence[str], console: Console) -> None:
+def _print(lines: Sequence[TableLine], refused: Sequence[str], console: Console) -> None:
     drawn, console.width = console.width, max(console.width, WIDEST_TABLE)
     console.print(_table(lines))
     console.width = drawn
@@ -165,7 +173,7 @@ def _print(lines: Sequence[Line], refused: Sequence[str], console: Console) -> N
         click.echo(f"left out: {reason}")
 
 
-def _table(lines: Sequence[Line]) -> Table:
+def _table(lines: Sequence[TableLine]) -> Table:
     grid = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("schedule", "bubble ms", "simulated", "", "bubble", "peak", "simulated", ""):
         grid.add_column(title, justify="right" if title not in ("schedule", "") else "left", no_wrap=True)
@@ -174,7 +182,7 @@ def _table(lines: Sequence[Line]) -> Table:
     return grid
 
 
-def _texts(comparison: Comparison) -> tuple[str, str, str]:
+def _texts(comparison: FormulaCheck) -> tuple[str, str, str]:
     mark = "ok" if comparison.agrees else "differs" if comparison.holds else ""
     return "–" if comparison.closed is None else _number(comparison.closed), _number(comparison.simulated), mark
 

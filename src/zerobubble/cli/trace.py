@@ -107,7 +107,7 @@ def _as_dict(run: TracedRun, step: int | None, difference: Difference) -> dict[s
             {"profiler_step": label, "makespan_ms": ms(timeline.makespan), "bubble_makespan": timeline.bubble_makespan}
             for label, timeline in zip(run.labels, run.timelines, strict=True)
         ],
-        "clocks": [{"rank": one.rank, "shift": one.shift, "least": one.least, "most": one.most} for one in run.clocks],
+        "clocks": [{"rank": clock.rank, "shift": clock.shift, "least": clock.least, "most": clock.most} for clock in run.clocks],
         "notes": list(_notes(run, step)),
         "costs": run.costs(step).to_dict(),
         "hidden_links": list(run.hidden_links(step)),
@@ -118,8 +118,8 @@ def _as_dict(run: TracedRun, step: int | None, difference: Difference) -> dict[s
 def _notes(run: TracedRun, step: int | None) -> Iterator[str]:
     """Yields notes on the picture."""
     yield "The plan has the same order, with median times of passes in the step and of messages in the run, and no time between passes."
-    moved = [one for one in run.clocks if one.shift]
-    yield from (f"The clock of rank {one.rank} was moved by {show_ms(one.shift)}{_bounds(one.least, one.most)}." for one in moved)
+    moved = [clock for clock in run.clocks if clock.shift]
+    yield from (f"The clock of rank {clock.rank} was moved by {show_ms(clock.shift)}{_bounds(clock.least, clock.most)}." for clock in moved)
     if not moved:
         yield "The clocks are consistent, and none was moved."
     if hidden := run.hidden_links(step):
@@ -141,7 +141,7 @@ def _label(number: int | None) -> str:
 def _print(run: TracedRun, step: int | None, schedule: Schedule, difference: Difference, console: Console) -> None:
     colored = is_colored(console)
     number, timeline = run.typical if step is None else step, run.timeline(step)
-    makespans = ", ".join(show_ms(each.makespan) for each in run.timelines[:MOST_STEPS])
+    makespans = ", ".join(show_ms(shown.makespan) for shown in run.timelines[:MOST_STEPS])
     more = ", ..." if len(run.timelines) > MOST_STEPS else ""
     lines = [
         f"{schedule.name}: {describe_shape(schedule)}, {CLOCKS[run.clock]}",

@@ -69,8 +69,8 @@ def gather_time_text(costed: Costed, plans: Sequence[RankGathers], sharded: Shar
         return ""
     times = sharded.times(costed.schedule.placement)
     span, makespan = play_gathers(costed.schedule, costed.costs, plans, times).metrics
-    each = show_range(times, show_ms)
-    return f"with passes waiting for gathers of {each}: makespan {show_ms(makespan)}, span {show_ms(span)}"
+    duration = show_range(times, show_ms)
+    return f"with passes waiting for gathers of {duration}: makespan {show_ms(makespan)}, span {show_ms(span)}"
 
 
 def as_dicts(plans: Sequence[RankGathers]) -> list[dict[str, object]]:

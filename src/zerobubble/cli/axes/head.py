@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import click
 
 from zerobubble.cli.inputs.options import HEAD, NumberRange, Times, given_flags, if_given, milliseconds, option, option_group, three_times
-from zerobubble.cli.inputs.problem import Question
-from zerobubble.cli.inputs.schedule_and_costs import Given
+from zerobubble.cli.inputs.problem import PlanQuestion
+from zerobubble.cli.inputs.schedule_and_costs import NamedSchedule
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.planning import Workload
@@ -45,24 +45,24 @@ class HeadOptions:
         "--collective", callback=milliseconds, default="0", metavar="C", help="Time of a collective of the divided head in ms."
     )
 
-    def head_for(self, question: Question) -> Head | None:
+    def head_for(self, question: PlanQuestion) -> Head | None:
         """Returns the head of the options, else that of the costs or the plan. Raises `InputError` if they contradict each other."""
-        known, measured = _known(question), _measured(question)
+        in_plan, measured = _known(question), _measured(question)
         placement = next(iter(question.placements.values()))
         if measured is not None:
             if flags := given_flags("head", "head_held", "collective"):
                 sentence = "the costs contain the head, so {argument} cannot be given"
                 raise InputError(sentence, argument=" and ".join(flags), remedy="leave it out" if len(flags) == 1 else "leave them out")
-            slowdown = self.head_slowdown if known is None or given_flags("head_slowdown") else known.slowdown
+            slowdown = self.head_slowdown if in_plan is None or given_flags("head_slowdown") else in_plan.slowdown
             return Head.from_parts(measured, placement, slowdown)
-        if known is None:
+        if in_plan is None:
             self.require_times()
         elif isinstance(question.work, Costs):
             raise InputError(
                 "the plan was made from costs with a head, and contains it whole", remedy="give the costs that it was made from"
             )
         if self.head is None:
-            return known
+            return in_plan
         saved = question.work.held_after_f if isinstance(question.work, Workload) else microbatch_bytes(placement, question.work)
         return Head(self.head, self.head_held * saved[-1], self.collective, self.head_slowdown)
 
@@ -72,16 +72,16 @@ class HeadOptions:
             raise InputError("{argument} needs {needed}", argument=flags[0], needed="--head, or --costs of its parts", remedy="")
 
 
-def has_head(question: Question) -> bool:
+def has_head(question: PlanQuestion) -> bool:
     """Whether the costs or the plan have a head."""
     return _measured(question) is not None or _known(question) is not None
 
 
-def _known(question: Question) -> Head | None:
+def _known(question: PlanQuestion) -> Head | None:
     return None if question.problem is None else question.problem.head
 
 
-def _measured(question: Question) -> Costs | None:
+def _measured(question: PlanQuestion) -> Costs | None:
     """The costs, if they have the parts of a head."""
     return question.work if isinstance(question.work, Costs) and has_parts(question.work) else None
 
@@ -94,6 +94,6 @@ vocabulary_option = click.option(
 )
 
 
-def with_head_divided(given: Given, algorithm: str | None) -> Given:
+def with_head_divided(named: NamedSchedule, algorithm: str | None) -> NamedSchedule:
     """Divides the head of the schedule by `algorithm`, if given; raises as `with_vocabulary` does."""
-    return given if algorithm is None else replace(given, schedule=with_vocabulary(given.schedule, int(algorithm)))
+    return named if algorithm is None else replace(named, schedule=with_vocabulary(named.schedule, int(algorithm)))

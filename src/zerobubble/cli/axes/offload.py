@@ -9,8 +9,8 @@ import click
 from rich.text import Text
 
 from zerobubble.cli.inputs.options import OFFLOAD, Bytes, microbatches_or_bytes, option, option_group
-from zerobubble.cli.inputs.problem import Question
-from zerobubble.cli.inputs.schedule_and_costs import Costed, Given
+from zerobubble.cli.inputs.problem import PlanQuestion
+from zerobubble.cli.inputs.schedule_and_costs import Costed, NamedSchedule
 from zerobubble.costs import NS_PER_MS, Limits
 from zerobubble.errors import InputError
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads
@@ -65,10 +65,10 @@ class OffloadOptions(RateOptions):
         "--memory", callback=microbatches_or_bytes, metavar="M", help="With --offload: memory of a rank, in microbatches or bytes (40GB)."
     )
 
-    def added(self, costed: Costed, given: Given) -> Costed:
+    def added(self, costed: Costed, named: NamedSchedule) -> Costed:
         """Adds offloads that keep each rank within its memory, or those of its plan if the options ask for none."""
         if self.offload is None and self.memory is None:
-            return with_offloads_of_plan(costed, given)
+            return with_offloads_of_plan(costed, named)
         if self.offload is None or self.memory is None:
             missing, there = ("--memory", "--offload") if self.memory is None else ("--offload", "--memory")
             remedy = "give both; zerobubble plan --memory finds a schedule that fits without offload"
@@ -91,10 +91,10 @@ class OffloadOptions(RateOptions):
         """Returns the link of each rank to its host."""
         assert self.offload is not None
 
-        def bytes_per_second(given: Bytes) -> float:
+        def bytes_per_second(rate: Bytes) -> float:
             if not costed.in_bytes:
                 raise _no_bytes("--offload in bytes per second", "give --costs, or --offload in ms per microbatch")
-            return float(given.count)
+            return float(rate.count)
 
         return host_link(self.offload, max(costed.microbatch_bytes), bytes_per_second)
 
@@ -103,14 +103,14 @@ def _no_bytes(argument: str, remedy: str) -> InputError:
     return InputError("{argument} needs costs in bytes, which times lack", argument=argument, remedy=remedy)
 
 
-def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
+def with_offloads_of_plan(costed: Costed, named: NamedSchedule) -> Costed:
     """Adds the offloads of the schedule's plan, timed with any costs.
 
     Real bytes are copied over the plan's link. If bytes stand for microbatches, ranks hold as many microbatches as in the plan, and copying
     a microbatch takes the same time. Raises `InputError` if only one of plan and costs has real bytes, and if a rank exceeds its memory
     with these costs.
     """
-    problem, plan = given.problem, given.plan
+    problem, plan = named.problem, named.plan
     if plan is None or problem is None or problem.host is None:
         return costed
     if costed.costs == problem.costs:
@@ -120,7 +120,7 @@ def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
         units = ("bytes", "microbatches") if costed.in_bytes else ("microbatches", "bytes")
         raise InputError(
             "{name} has offloads and memory in {expected}, but {source} are in {got}",
-            name=given.name,
+            name=named.name,
             expected=units[1],
             source=costed.source,
             got=units[0],
@@ -137,7 +137,7 @@ def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
     except InputError as error:
         raise InputError(
             "the offloads of {name} do not suffice with {source}: {reason}; {remedy}",
-            name=given.name,
+            name=named.name,
             source=costed.source,
             reason=str(error),
             remedy=remedy,
@@ -148,12 +148,12 @@ def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
 def host_link(rates: Rates, size: int, bytes_per_second: Callable[[Bytes], float]) -> HostLink:
     """Returns the link of a rank that holds `size` bytes per microbatch; `bytes_per_second` converts rates given in bytes."""
     to_host, from_host = (
-        bytes_per_second(given) if isinstance(given, Bytes) else size * NS_PER_S / (given * NS_PER_MS) for given in (rates * 2)[:2]
+        bytes_per_second(rate) if isinstance(rate, Bytes) else size * NS_PER_S / (rate * NS_PER_MS) for rate in (rates * 2)[:2]
     )
     return HostLink(to_host, from_host)
 
 
-def link_asked(question: Question, rates: Rates | None, microbatch: int | None) -> HostLink | None:
+def link_asked(question: PlanQuestion, rates: Rates | None, microbatch: int | None) -> HostLink | None:
     """Returns the link of each rank to its host, in the bytes of the costs: that of the options, else that of the plan to repeat.
 
     `microbatch` is the number of bytes of a microbatch on a rank. Rates in bytes need it along with times.
@@ -194,36 +194,36 @@ def offloaded(costed: Costed) -> Offloaded | None:
     return Offloaded(costed.offloads, costed.timeline, metrics(costed.schedule, costed.costs).makespan)
 
 
-def as_dicts(found: Offloaded) -> list[dict[str, object]]:
+def as_dicts(offloaded: Offloaded) -> list[dict[str, object]]:
     """Returns a dictionary for each rank: the offloads, their bytes, and the times of the copies in ns since the first pass."""
-    start = found.timeline.start
-    lanes = found.timeline.copies or ((),) * len(found.plans)
+    start = offloaded.timeline.start
+    lanes = offloaded.timeline.copies or ((),) * len(offloaded.plans)
     return [
         {
             "bytes": plan.bytes,
             "bound": plan.bound,
             "peak_bytes": plan.peak_bytes,
             "host_bytes": plan.host_bytes,
-            "offloads": [one._asdict() for one in plan.offloads],
+            "offloads": [offload._asdict() for offload in plan.offloads],
             "copies": [copy._asdict() | {"start": copy.start - start, "end": copy.end - start} for copy in lane],
         }
-        for plan, lane in zip(found.plans, lanes, strict=True)
+        for plan, lane in zip(offloaded.plans, lanes, strict=True)
     ]
 
 
-def picture(costed: Costed, found: Offloaded, width: int) -> Text:
+def picture(costed: Costed, offloaded: Offloaded, width: int) -> Text:
     """Draws a line of copies for each rank that has some, in the scale of the timeline's picture, with their sizes."""
-    label = len(f"rank {found.timeline.num_ranks - 1} ")
+    label = len(f"rank {offloaded.timeline.num_ranks - 1} ")
     columns = max(10, width - label)
     lines = []
-    for rank, (plan, lane) in enumerate(zip(found.plans, found.timeline.copies or ((),) * len(found.plans), strict=True)):
+    for rank, (plan, lane) in enumerate(zip(offloaded.plans, offloaded.timeline.copies or ((),) * len(offloaded.plans), strict=True)):
         lines.append(f"rank {rank}: {offload_text(costed, plan, rank)}")
         if lane:
-            lines.append(" " * label + "".join(_lane(found.timeline, lane, columns)))
+            lines.append(" " * label + "".join(_lane(offloaded.timeline, lane, columns)))
     lines.append("copies: > to the host, < back")
-    longer = found.timeline.makespan / found.without - 1 if found.without else 0.0
-    unlimited = show_ms(found.without)
-    lines.append(f"makespan {show_ms(found.timeline.makespan)}, {100 * longer:+.1f} % relative to {unlimited} with unlimited memory")
+    longer = offloaded.timeline.makespan / offloaded.without - 1 if offloaded.without else 0.0
+    unlimited = show_ms(offloaded.without)
+    lines.append(f"makespan {show_ms(offloaded.timeline.makespan)}, {100 * longer:+.1f} % relative to {unlimited} with unlimited memory")
     return Text("\n".join(lines), no_wrap=True)
 
 

@@ -35,24 +35,24 @@ def is_file(name: str) -> bool:
     return (name == "-" or bool(Path(name).suffix) or os.path.exists(name)) and name not in known_schedules()
 
 
-class Wanted(NamedTuple):
+class ExpectedFile(NamedTuple):
     """A description of the file that a command expects, and how to write one."""
 
     words: str
     remedy: str
 
 
-SCHEDULE = Wanted("a schedule or a plan", "write one with 'zerobubble make NAME --format json' or 'zerobubble plan -o'")
-COSTS = Wanted("costs of stages, the work of ranks or a plan", "write json.dumps(costs.to_dict()) for the costs of Pipeline.profile")
-TIMELINE = Wanted("a timeline", "write json.dumps(pipe.timeline().to_dict())")
+SCHEDULE = ExpectedFile("a schedule or a plan", "write one with 'zerobubble make NAME --format json' or 'zerobubble plan -o'")
+COSTS = ExpectedFile("costs of stages, the work of ranks or a plan", "write json.dumps(costs.to_dict()) for the costs of Pipeline.profile")
+TIMELINE = ExpectedFile("a timeline", "write json.dumps(pipe.timeline().to_dict())")
 
 
-def read_document(file: str, wanted: Wanted) -> Document:
+def read_document(file: str, wanted: ExpectedFile) -> Document:
     """Reads any document from `file`; `-` is stdin. Raises `InputError` with the file name if it cannot be read."""
     return parse_document(file, read_text(file), wanted)
 
 
-def parse_document(file: str, text: str, wanted: Wanted) -> Document:
+def parse_document(file: str, text: str, wanted: ExpectedFile) -> Document:
     """Parses any document from the `text` of `file`. Raises `InputError` with the file name, and what is `wanted`, if it cannot."""
     try:
         document = load_document(text, Path(file).stem if file != "-" else "stdin")

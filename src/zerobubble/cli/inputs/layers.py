@@ -111,17 +111,17 @@ def _from_form(number: int, data: Any) -> Layer:
     return Layer(**data)
 
 
-class Source(NamedTuple):
+class LayerSource(NamedTuple):
     """A framework of `plan --from`: what to give for it, its package, and our module whose `read_run` imports it."""
 
-    given: str
+    usage: str
     package: str
     module: str
 
 
 SOURCES = {
-    "titan": Source("titan:CONFIG or titan:MODULE:CONFIG", "torchtitan", "zerobubble.integrations.torchtitan.runs"),
-    "trainer": Source("trainer:FILE", "transformers", "zerobubble.integrations.trainer_run"),
+    "titan": LayerSource("titan:CONFIG or titan:MODULE:CONFIG", "torchtitan", "zerobubble.integrations.torchtitan.runs"),
+    "trainer": LayerSource("trainer:FILE", "transformers", "zerobubble.integrations.trainer_run"),
 }
 
 
@@ -132,7 +132,7 @@ def read_source(source: str, gpu: str | None, ranks: int | None, microbatches: i
         raise InputError(
             "--from takes {expected}, got {got!r}",
             argument="--from",
-            expected=" or ".join(each.given for each in SOURCES.values()),
+            expected=" or ".join(entry.usage for entry in SOURCES.values()),
             got=source,
         )
     if gpu is None:

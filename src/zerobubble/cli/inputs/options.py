@@ -74,13 +74,13 @@ def option_group(kind: type[Any], name: str, section: str = "") -> Callable[[Com
     def decorate(command: Command) -> Command:
         @wraps(command)
         def called(**values: Any) -> Any:
-            group = kind(**{each.name: values.pop(each.name) for each in columns})
+            group = kind(**{column.name: values.pop(column.name) for column in columns})
             return command(**values, **{name: group})
 
         decorated: Any = called
-        for each in reversed(columns):
-            settings = each.metadata["settings"] | {"section": each.metadata["section"] or section}
-            decorated = click.option(*each.metadata["flags"], each.name, cls=SectionOption, **settings)(decorated)
+        for column in reversed(columns):
+            settings = column.metadata["settings"] | {"section": column.metadata["section"] or section}
+            decorated = click.option(*column.metadata["flags"], column.name, cls=SectionOption, **settings)(decorated)
         return decorated  # type: ignore[no-any-return]
 
     return decorate
@@ -140,10 +140,10 @@ def slice_counts(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 def factors(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:
     """Reads numbers above 0 separated by commas; empty if not given."""
-    found = numbers(ctx, param, value)
-    if wrong := [number for number in found if not 0 < number <= LARGEST_SHARE]:
+    values = numbers(ctx, param, value)
+    if wrong := [number for number in values if not 0 < number <= LARGEST_SHARE]:
         raise click.BadParameter(f"a factor must be above 0 and at most {LARGEST_SHARE:,}, got {wrong[0]:g}", ctx, param)
-    return found
+    return values
 
 
 def _time(ctx: click.Context, param: click.Parameter, value: str, unit: str, most: float) -> float:
@@ -387,7 +387,7 @@ class PictureFiles:
 
 
 shape_options = option_group(Shape, "shape", WORK)
-cost_options = option_group(CostOptions, "given", "Costs")
+cost_options = option_group(CostOptions, "costing", "Costs")
 picture_options = option_group(PictureFiles, "pictures", OUTPUT)
 
 EQUAL_COSTS = ("times", "comm", "held", "overlap", "fused", "reduce", "buckets")

@@ -84,7 +84,7 @@ search_options = option_group(SearchOptions, "search", SEARCH)
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """A problem to plan: the work of ranks or the costs of stages, the number of microbatches, and the placements by name.
 
     `problem` is the one of the plan file, None without a file. `limits` are its memory limits, None if they never bind.
@@ -116,7 +116,7 @@ class Question:
         return list(self.placements) if isinstance(self.work, Workload) else next(iter(self.placements.values()))
 
 
-def read_question(command: str, work: WorkOptions, search: SearchOptions) -> Question:
+def read_question(command: str, work: WorkOptions, search: SearchOptions) -> PlanQuestion:
     """Returns the problem that the options describe. Raises `InputError` if something is missing or contradicts a file."""
     refuse_together("costs_file", "times", "comm", "held", "fused", "reduce", "buckets", "per_rank", "microbatch_bytes")
     if work.costs_file is None:
@@ -137,16 +137,16 @@ def read_question(command: str, work: WorkOptions, search: SearchOptions) -> Que
     )
 
 
-def _of_ranks(command: str, work: WorkOptions, search: SearchOptions, ranks: Workload | None, file: str | None) -> Question:
+def _of_ranks(command: str, work: WorkOptions, search: SearchOptions, ranks: Workload | None, file: str | None) -> PlanQuestion:
     """The work of ranks, from a file or from times of equal ranks, on the named placements."""
     count, microbatches = require_shape(command, ranks.num_ranks if work.ranks is None and ranks else work.ranks, work.microbatches)
     if ranks is not None and ranks.num_ranks != count:
         raise misfit("--ranks", count, f"{file}, which has times for {ranks.num_ranks}")
-    known = ranks or Workload.uniform(count, work.times, work.comm, work.held, work.reduce, work.buckets, work.fused)
-    return Question(known, microbatches, named_placements(search, count, microbatches))
+    work_of_ranks = ranks or Workload.uniform(count, work.times, work.comm, work.held, work.reduce, work.buckets, work.fused)
+    return PlanQuestion(work_of_ranks, microbatches, named_placements(search, count, microbatches))
 
 
-def _of_stages(command: str, work: WorkOptions, search: SearchOptions, costs: Costs) -> Question:
+def _of_stages(command: str, work: WorkOptions, search: SearchOptions, costs: Costs) -> PlanQuestion:
     """The costs of stages on one placement, that of the file or of the options."""
     placement = _measured_placement(work, search, costs) if costs.placement is not None else _named_placement(work, search, costs)
     _, microbatches = require_shape(command, placement.num_ranks, work.microbatches)
@@ -154,7 +154,7 @@ def _of_stages(command: str, work: WorkOptions, search: SearchOptions, costs: Co
     _refuse_axes(command, f"{work.costs_file} has costs", {"a divided head": has_parts(costs), _UNEQUAL: bool(costs.shares)})
     name = search.placement if search.placement != ANY else placement.name
     _require_layers(name, placement, search.num_layers)
-    return Question(costs, microbatches, {name: placement})
+    return PlanQuestion(costs, microbatches, {name: placement})
 
 
 def _measured_placement(work: WorkOptions, search: SearchOptions, costs: Costs) -> Placement:
@@ -208,7 +208,7 @@ def _refuse_axes(command: str, file: str, has: dict[str, bool]) -> None:
         )
 
 
-def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Problem) -> Question:
+def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Problem) -> PlanQuestion:
     """The problem of a plan, with the options replacing its parts. Limits that never bind are dropped."""
     _refuse_axes(
         command,
@@ -221,11 +221,11 @@ def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Pr
     _, microbatches = require_shape(command, ranks, problem.whole_microbatches if work.microbatches is None else work.microbatches)
     limits = None if has_ample_memory(problem) else problem.limits
     if problem.workload is not None:
-        return Question(problem.workload, microbatches, named_placements(search, ranks, microbatches), problem, limits)
+        return PlanQuestion(problem.workload, microbatches, named_placements(search, ranks, microbatches), problem, limits)
     placement = problem.placement
     if search.placement != ANY and family(search.placement, ranks).routes != placement.routes:
         raise misfit("--placement", search.placement, f"{work.costs_file}, a plan for the stages of {placement.name}")
-    return Question(problem.costs, microbatches, {placement.name: placement}, problem, limits)
+    return PlanQuestion(problem.costs, microbatches, {placement.name: placement}, problem, limits)
 
 
 def require_shape(command: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
@@ -243,10 +243,10 @@ def named_placements(search: SearchOptions, num_ranks: int, microbatches: int) -
     """Returns the placements to try by name. Raises `InputError` for unknown ones, more stages than layers, and too many passes."""
     named = placements_to_try([name.strip() for name in search.placement.split(",")], num_ranks)
     if search.placement == ANY and search.num_layers is not None:
-        named = {name: made for name, made in named.items() if made.num_stages <= max(num_ranks, search.num_layers)}
-    for name, made in named.items():
-        _require_layers(name, made, search.num_layers)
-    most = max(made.num_stages for made in named.values())
+        named = {name: placement for name, placement in named.items() if placement.num_stages <= max(num_ranks, search.num_layers)}
+    for name, placement in named.items():
+        _require_layers(name, placement, search.num_layers)
+    most = max(placement.num_stages for placement in named.values())
     require_size("a plan", 3 * most * microbatches, MOST_PLANNED)
     return named
 
@@ -271,19 +271,19 @@ def in_microbatches(memory: int, work: WorkOptions) -> float:
     return memory / work.microbatch_bytes
 
 
-def read_workload(file: str, given: WorkOptions) -> Workload:
+def read_workload(file: str, options: WorkOptions) -> Workload:
     """Reads the work of each rank from `file`: a workload in JSON form, or times in ms.
 
     Times are a list of [F, B, W] per rank, or an object with lists `forward`, `backward` and `weight` with one entry per rank, and
     optional `comm`, `held`, `fused`, `reduce` and `buckets`, which replace those of the options. Raises `InputError` with the file, and
     the rank of a wrong time.
     """
-    return read_json(file, "the times of ranks", lambda data: _workload(data, given))
+    return read_json(file, "the times of ranks", lambda data: _workload(data, options))
 
 
-def _workload(data: Any, given: WorkOptions) -> Workload:
+def _workload(data: Any, options: WorkOptions) -> Workload:
     if isinstance(data, list):
-        return _workload(_columns(data), given)
+        return _workload(_columns(data), options)
     if not isinstance(data, dict):
         raise ParseError("expected an object or a list, got {kind}", kind=type(data).__name__)
     if "format" in data:
@@ -295,12 +295,12 @@ def _workload(data: Any, given: WorkOptions) -> Workload:
         raise ParseError(sentence, key=(*unknown, *lacking)[0], expected=_FORM)
     ranks = max(len(data[key]) for key in _COLUMNS)
     forward, backward, weight = (_whole_column(data[key], ranks) for key in _COLUMNS)
-    links = data.get("comm", given.comm)
+    links = data.get("comm", options.comm)
     links = links if isinstance(links, list) else [links] * ranks
-    links = links + [given.comm] * (len(links) == ranks - 1)
-    sums, buckets = data.get("reduce", [given.reduce] * ranks), data.get("buckets", [given.buckets] * ranks)
-    fused = data.get("fused", None if given.fused is None else [given.fused] * ranks)
-    return Workload.from_ms(forward, backward, weight, links, data.get("held", given.held), sums, buckets, fused)
+    links = links + [options.comm] * (len(links) == ranks - 1)
+    sums, buckets = data.get("reduce", [options.reduce] * ranks), data.get("buckets", [options.buckets] * ranks)
+    fused = data.get("fused", None if options.fused is None else [options.fused] * ranks)
+    return Workload.from_ms(forward, backward, weight, links, data.get("held", options.held), sums, buckets, fused)
 
 
 _OTHERS = ("comm", "held", "fused", "reduce", "buckets")

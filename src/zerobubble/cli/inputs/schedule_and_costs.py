@@ -20,7 +20,7 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Problem, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.schedules import known_schedules, make, registry
+from zerobubble.schedules import Recipe, known_schedules, make, registry
 from zerobubble.simulation import period, simulate
 from zerobubble.slicing import SliceShares, equal_slices
 from zerobubble.timeline import Timeline
@@ -30,7 +30,7 @@ INPUT_HELP = "a known schedule, or a file: a schedule (text or JSON), a plan, or
 
 
 @dataclass(frozen=True)
-class Given:
+class NamedSchedule:
     """A schedule with the `plan` it comes from and the `text` of its file, which are None for a schedule made by name."""
 
     name: str
@@ -100,36 +100,36 @@ class Costed:
         return [peak / size for peak, size in zip(peaks, self.microbatch_bytes, strict=True)]
 
 
-def find_schedule(name: str, shape: Shape, given_costs: CostOptions | None = None) -> Given:
+def find_schedule(name: str, shape: Shape, costing: CostOptions | None = None) -> NamedSchedule:
     """Makes the schedule `name` of this shape, or reads it from the file `name`. Raises `InputError` if the shape does not fit the file.
 
     A schedule made by name takes the ranks and microbatches that are not given from the file of the costs.
     """
     if not is_file(name):
-        return Given(name, make_schedule(name, _with_shape_of_costs(shape, given_costs)))
-    given = read_schedule(name)
+        return NamedSchedule(name, make_schedule(name, _with_shape_of_costs(shape, costing)))
+    named = read_schedule(name)
     if shape.options:
         raise misfit("--set", f"{next(iter(shape.options))}=...", f"the file {name}")
-    schedule = given.schedule
+    schedule = named.schedule
     wanted = {"--ranks": shape.ranks, "--microbatches": shape.microbatches, "--stages-per-rank": shape.stages_per_rank}
     actual = (schedule.num_ranks, schedule.whole_microbatches, schedule.placement.stages_per_rank)
     for (option, value), has in zip(wanted.items(), actual, strict=True):
         if value not in (None, has):
             raise misfit(option, value, f"{name}, which has {has}")
-    return given
+    return named
 
 
-def _with_shape_of_costs(shape: Shape, given: CostOptions | None) -> Shape:
+def _with_shape_of_costs(shape: Shape, costing: CostOptions | None) -> Shape:
     """Returns the shape with the ranks of measured costs, or the ranks and microbatches of a plan, if they are not given."""
-    document = None if given is None else given.document
+    document = None if costing is None else costing.document
     if isinstance(document, Plan):
-        known = document.schedule
-        return replace(shape, ranks=shape.ranks or known.num_ranks, microbatches=shape.microbatches or known.whole_microbatches)
+        schedule = document.schedule
+        return replace(shape, ranks=shape.ranks or schedule.num_ranks, microbatches=shape.microbatches or schedule.whole_microbatches)
     placement = document.placement if isinstance(document, Costs) else None
     return shape if placement is None else replace(shape, ranks=shape.ranks or placement.num_ranks)
 
 
-def read_schedule(file: str) -> Given:
+def read_schedule(file: str) -> NamedSchedule:
     """Reads a schedule or the schedule of a plan. Raises `InputError` with the file name for anything else."""
     text = read_text(file)
     document = parse_document(file, text, SCHEDULE)
@@ -137,19 +137,19 @@ def read_schedule(file: str) -> Given:
         schedule = schedule_of(document)
     except InputError as error:
         raise InputError("cannot read a schedule from {file}: {reason}", file=str(file), reason=str(error)) from error
-    return Given(file, schedule, document if isinstance(document, Plan) else None, text)
+    return NamedSchedule(file, schedule, document if isinstance(document, Plan) else None, text)
 
 
 def make_schedule(name: str, shape: Shape) -> Schedule:
     """Makes the known schedule `name`. Raises `InputError` for a count that is missing or too large."""
     recipe = registry.find(name)
     if recipe is None:
-        known = known_schedules()
+        names = known_schedules()
         raise InputError(
             "there is no schedule and no file {name!r}: {nearest}known schedules are {known}",
             name=name,
-            nearest=near(name, known),
-            known=", ".join(known),
+            nearest=near(name, names),
+            known=", ".join(names),
         )
     if shape.ranks is None or shape.microbatches is None:
         raise lacking(name, shape, recipe)
@@ -158,52 +158,55 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
     return make(name, shape.ranks, shape.microbatches, shape.stages_per_rank, **(shape.options or {}))
 
 
-def find_schedules(names: Sequence[str], shape: Shape, given_costs: CostOptions | None = None) -> list[Given]:
+def find_schedules(names: Sequence[str], shape: Shape, costing: CostOptions | None = None) -> list[NamedSchedule]:
     """Makes or reads the schedules `names`, all of one shape: that of the options, of the first file, or of the file of the costs.
 
     Stages per rank and options apply to the schedules that have them. Raises `InputError` if a schedule does not exist in this shape, or
     if the shapes differ.
     """
     files = {name: read_schedule(name) for name in dict.fromkeys(names) if is_file(name)}
-    first = next((given.schedule for given in files.values()), None)
+    first = next((named.schedule for named in files.values()), None)
     ranks = first.num_ranks if shape.ranks is None and first else shape.ranks
     microbatches = first.whole_microbatches if shape.microbatches is None and first else shape.microbatches
-    completed = _with_shape_of_costs(replace(shape, ranks=ranks, microbatches=microbatches), given_costs)
+    completed = _with_shape_of_costs(replace(shape, ranks=ranks, microbatches=microbatches), costing)
     ranks, microbatches = completed.ranks, completed.microbatches
     shapes = shapes_of_names([name for name in names if name not in files], replace(shape, ranks=ranks, microbatches=microbatches))
-    found = [files[name] if name in files else Given(name, make_schedule(name, shapes[name])) for name in names]
-    for given in found:
-        schedule = given.schedule
+    inputs = [files[name] if name in files else NamedSchedule(name, make_schedule(name, shapes[name])) for name in names]
+    for named in inputs:
+        schedule = named.schedule
         if (schedule.num_ranks, schedule.whole_microbatches) != (ranks, microbatches):
             has = f"{schedule.num_ranks} ranks and {schedule.whole_microbatches} microbatches"
             raise InputError(
                 "{name} has {has}, not {num_ranks} and {microbatches}: compared schedules must have one shape",
-                name=given.name,
+                name=named.name,
                 has=has,
                 num_ranks=ranks,
                 microbatches=microbatches,
             )
-    return found
+    return inputs
 
 
 def shapes_of_names(names: Sequence[str], shape: Shape) -> dict[str, Shape]:
     """Returns the shape for each known schedule, with the stages per rank and options that apply to it."""
-    known = known_schedules()
-    is_open = {name: name in known and known[name].any_stages for name in names}
-    if shape.stages_per_rank is not None and not any(is_open.values()):
+    recipes = known_schedules()
+    shapes = {name: _shape_for(recipes.get(name), shape) for name in names}
+    if shape.stages_per_rank is not None and all(applied.stages_per_rank is None for applied in shapes.values()):
         raise InputError(
             "--stages-per-rank {stages_per_rank} has no effect: none of {names} leaves it open",
             stages_per_rank=shape.stages_per_rank,
             names=", ".join(names),
         )
-    given = shape.options or {}
-    options = {name: {key: given[key] for key in given if name in known and key in known[name].options} for name in names}
-    if unknown := [key for key in given if not any(key in own for own in options.values())]:
+    if unknown := [key for key in shape.options or {} if not any(key in (applied.options or {}) for applied in shapes.values())]:
         raise InputError(
             "--set {unknown}=... has no effect: none of {names} has such an option", unknown=unknown[0], names=", ".join(names)
         )
-    stages = {name: shape.stages_per_rank if is_open[name] else None for name in names}
-    return {name: replace(shape, stages_per_rank=stages[name], options=options[name]) for name in names}
+    return shapes
+
+
+def _shape_for(recipe: Recipe | None, shape: Shape) -> Shape:
+    options = {key: value for key, value in (shape.options or {}).items() if recipe is not None and key in recipe.options}
+    is_open = recipe is not None and recipe.any_stages
+    return replace(shape, stages_per_rank=shape.stages_per_rank if is_open else None, options=options)
 
 
 def equal_costs(
@@ -225,25 +228,25 @@ def equal_costs(
     per_rank = schedule.num_stages / schedule.num_ranks
     forward, backward, weight = (time / per_rank for time in times)
     overlap, fused = (None if time is None else time / per_rank for time in (overlap, fused))
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "held": held,
         "overlap": overlap,
         "fused": fused,
         "reduce": reduce / per_rank,
         "buckets": ceil(buckets / per_rank),
     }
-    costs = Costs.uniform(schedule.num_stages, (forward, backward, weight), comm, **given)
+    costs = Costs.uniform(schedule.num_stages, (forward, backward, weight), comm, **options)
     return replace(costs, slices=equal_slices(schedule.slices)).completed_for(schedule)
 
 
-def with_costs(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
+def with_costs(inputs: Sequence[NamedSchedule], costing: CostOptions) -> list[Costed]:
     """Returns the schedules with costs: those of the options, else of the first plan among the schedules, else 1 ms per pass.
 
     All schedules do the same work on each rank, however many stages it has. Raises `InputError` if the costs do not fit the stages
     or microbatches of a schedule, and if two plans were made for different work.
     """
-    costed = _with_costs_of_stages(inputs, given)
-    return [_with_shares(each, given.shares) for each in costed] if given.shares else costed
+    costed = _with_costs_of_stages(inputs, costing)
+    return [_with_shares(unshared, costing.shares) for unshared in costed] if costing.shares else costed
 
 
 def _with_shares(costed: Costed, shares: tuple[float, ...]) -> Costed:
@@ -253,23 +256,23 @@ def _with_shares(costed: Costed, shares: tuple[float, ...]) -> Costed:
     return replace(costed, costs=costs, source=f"{costed.source}, microbatch costs {show_range(shares, '{:g}'.format)}")
 
 
-def _with_costs_of_stages(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
+def _with_costs_of_stages(inputs: Sequence[NamedSchedule], costing: CostOptions) -> list[Costed]:
     refuse_together("costs_file", *EQUAL_COSTS)
-    if given.costs_file is not None:
-        costs = costs_of(given.document, given.costs_file)
-        return [_measured(each.schedule, costs, given.costs_file) for each in inputs]
-    plans = [each for each in inputs if each.problem is not None]
+    if costing.costs_file is not None:
+        costs = costs_of(costing.document, costing.costs_file)
+        return [_measured(named.schedule, costs, costing.costs_file) for named in inputs]
+    plans = [named for named in inputs if named.problem is not None]
     if plans and not given_flags(*EQUAL_COSTS):
         return _as_planned(inputs, plans)
-    if given.buckets and not given.reduce:
+    if costing.buckets and not costing.reduce:
         require_with("buckets", "--reduce", "give the time of the sums")
-    forward, backward, weight = given.times
-    source = f"F {forward:g} ms, B {backward:g} ms, W {weight:g} ms, messages {given.comm:g} ms"
-    source += f", BW {given.fused:g} ms" if given.fused is not None else ""
-    source += f", sums over replicas {given.reduce:g} ms" if given.reduce else ""
-    source += f" in {counted(given.buckets, 'bucket')}" if given.reduce and given.buckets else ""
-    arguments = given.times, given.comm, given.held, given.overlap, given.reduce, given.buckets, given.fused
-    return [Costed(each.schedule, equal_costs(each.schedule, *arguments), source) for each in inputs]
+    forward, backward, weight = costing.times
+    source = f"F {forward:g} ms, B {backward:g} ms, W {weight:g} ms, messages {costing.comm:g} ms"
+    source += f", BW {costing.fused:g} ms" if costing.fused is not None else ""
+    source += f", sums over replicas {costing.reduce:g} ms" if costing.reduce else ""
+    source += f" in {counted(costing.buckets, 'bucket')}" if costing.reduce and costing.buckets else ""
+    arguments = costing.times, costing.comm, costing.held, costing.overlap, costing.reduce, costing.buckets, costing.fused
+    return [Costed(named.schedule, equal_costs(named.schedule, *arguments), source) for named in inputs]
 
 
 def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
@@ -282,7 +285,7 @@ def _costs_of(file: str) -> str:
     return f"costs of {title}"
 
 
-def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]:
+def _as_planned(inputs: Sequence[NamedSchedule], plans: Sequence[NamedSchedule]) -> list[Costed]:
     """Returns the schedules with the costs of the plans, which must be for the same work."""
     first, *others = plans
     assert first.problem is not None
@@ -294,27 +297,27 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
                 other=other.name,
                 remedy="give --times or --costs for both",
             )
-    source, work = _costs_of(first.name), first.problem.workload
-    if work is None:
-        costed = [_measured(each.schedule, (each.problem or first.problem).costs, first.name) for each in inputs]
+    return [_costed_as(first.problem, first.name, named) for named in inputs]
+
+
+def _costed_as(planned: Problem, source: str, named: NamedSchedule) -> Costed:
+    """Returns a schedule with the costs of the problem `planned`, which is from the file `source`."""
+    if planned.workload is None:
+        costed = _measured(named.schedule, (named.problem or planned).costs, source)
     else:
-        shares = first.problem.costs.shares
-        shared = [_with_head(_with_recompute(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
-        costed = [
-            Costed(each.schedule, replace(costs, shares=shares, slices=_slices(each, first.problem)), source)
-            for each, costs in zip(inputs, shared, strict=True)
-        ]
-    limits = [() if each.problem is None else each.problem.limits.memory for each in inputs]
-    undivided = 0 if first.problem.head is None else round(first.problem.head.held)
-    heads = [0 if each.schedule.has_divided_head else undivided for each in inputs]
-    return [replace(one, limits=memory, head_bytes=head) for one, memory, head in zip(costed, limits, heads, strict=True)]
+        costs = _with_head(_with_recompute(_shared(planned.workload, named, source), named), named.schedule, planned.head)
+        costs = replace(costs, shares=planned.costs.shares, slices=_slices(named, planned))
+        costed = Costed(named.schedule, costs, _costs_of(source))
+    limits = () if named.problem is None else named.problem.limits.memory
+    head = 0 if planned.head is None or named.schedule.has_divided_head else round(planned.head.held)
+    return replace(costed, limits=limits, head_bytes=head)
 
 
-def _slices(given: Given, planned: Problem) -> tuple[SliceShares, ...]:
+def _slices(named: NamedSchedule, planned: Problem) -> tuple[SliceShares, ...]:
     """Returns the slices of a schedule: those of its plan, else those `planned` if there are as many, else equal ones."""
-    slices = given.schedule.slices
-    known = (given.problem or planned).costs.slices
-    return known if slices == len(known) else equal_slices(slices)
+    slices = named.schedule.slices
+    in_plan = (named.problem or planned).costs.slices
+    return in_plan if slices == len(in_plan) else equal_slices(slices)
 
 
 def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:
@@ -324,16 +327,16 @@ def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:
     return head.divided(costs, schedule.num_ranks) if schedule.has_divided_head else head.whole(costs)
 
 
-def _with_recompute(costs: Costs, given: Given) -> Costs:
+def _with_recompute(costs: Costs, named: NamedSchedule) -> Costs:
     """Adds the costs of R: those of the plan's levels if there is a plan, else those of full recomputation."""
-    levels = None if given.problem is None else given.problem.recomputation
-    return costs.completed_for(given.schedule) if levels is None else costs.with_recompute(levels.chosen)
+    levels = None if named.problem is None else named.problem.recomputation
+    return costs.completed_for(named.schedule) if levels is None else costs.with_recompute(levels.chosen)
 
 
-def _same_work(one: Problem, other: Problem) -> bool:
-    if one.workload is None:
-        return _without_recompute(one) == _without_recompute(other)
-    return (one.workload, one.costs.shares, one.head) == (other.workload, other.costs.shares, other.head)
+def _same_work(first: Problem, second: Problem) -> bool:
+    if first.workload is None:
+        return _without_recompute(first) == _without_recompute(second)
+    return (first.workload, first.costs.shares, first.head) == (second.workload, second.costs.shares, second.head)
 
 
 def _without_recompute(problem: Problem) -> Costs:
@@ -342,14 +345,14 @@ def _without_recompute(problem: Problem) -> Costs:
     return problem.costs if problem.recomputation is None else problem.costs.with_recompute(nothing)
 
 
-def _shared(work: Workload, given: Given, plan: str) -> Costs:
+def _shared(work: Workload, named: NamedSchedule, plan: str) -> Costs:
     """Divides the work of each rank, from the plan in the file `plan`, among the stages of a schedule."""
-    schedule = given.schedule
+    schedule = named.schedule
     if len(schedule.placement.routes) > 1 and len({_work_of_rank(work, rank) for rank in range(work.num_ranks)}) > 1:
         remedy = "give --times for all schedules"
         raise InputError(
             "{name} has each stage on two ranks, but in {plan} the work of ranks differs: {remedy}",
-            name=given.name,
+            name=named.name,
             plan=plan,
             remedy=remedy,
         )

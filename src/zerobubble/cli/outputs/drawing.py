@@ -120,12 +120,12 @@ def _row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: 
 def _sums(row: Sequence[ReplicaSum], scale: _Scale, colored: bool) -> Text:
     """Draws the sums over replicas of a rank, each with the number of its stage if it fits."""
     line = Text()
-    for one in row:
-        first, last = scale.column(one.start), scale.column(one.end)
+    for replica_sum in row:
+        first, last = scale.column(replica_sum.start), scale.column(replica_sum.end)
         width = last - max(first, len(line))
         if width > 0:
             line.append(" " * (first - len(line)))
-            name = f"+{one.stage}" if width >= len(f"+{one.stage}") else "+"
+            name = f"+{replica_sum.stage}" if width >= len(f"+{replica_sum.stage}") else "+"
             line.append(name.ljust(width) if colored else name.ljust(width, "─"), f"#ffffff on {REDUCTION_COLOR}" if colored else "")
     return line
 
@@ -197,15 +197,8 @@ def legend(*timelines: Timeline, colored: bool, drawn: Sequence[Text]) -> Text:
 
 
 def _entries(timelines: Sequence[Timeline], colored: bool, drawn: str) -> Iterator[Text]:
-    shades = num_shades(*timelines)
-    for kind, places in shades_drawn(*timelines).items():
-        entry = Text()
-        for place in places if colored else ():
-            entry.append("  ", f"on {shade(kind, place, shades)}")
-        letter = _letter_of(kind, 0)
-        narrow = not colored and letter != kind[0] and (letter in drawn or letter.lower() in drawn)
-        yield entry.append(f"{' ' if colored else ''}{kind} {traits_of(kind).phrase}{f' ({letter} in one column)' if narrow else ''}")
-    if shades > 1:
+    yield from _kind_entries(timelines, colored, drawn)
+    if num_shades(*timelines) > 1:
         yield Text(LATER_STAGES if colored else "lower case: later stages of the rank")
     if "─" in drawn:
         yield Text("─ rest of a pass")
@@ -215,6 +208,17 @@ def _entries(timelines: Sequence[Timeline], colored: bool, drawn: str) -> Iterat
         several = "busy in part: darker is busier" if colored else "passes of several kinds: darker is busier"
         yield Text(f"{SHADES[1:] if colored else SHADES} {several}")
     yield Text("· idle")
+
+
+def _kind_entries(timelines: Sequence[Timeline], colored: bool, drawn: str) -> Iterator[Text]:
+    shades = num_shades(*timelines)
+    for kind, places in shades_drawn(*timelines).items():
+        entry = Text()
+        for place in places if colored else ():
+            entry.append("  ", f"on {shade(kind, place, shades)}")
+        letter = _letter_of(kind, 0)
+        narrow = not colored and letter != kind[0] and (letter in drawn or letter.lower() in drawn)
+        yield entry.append(f"{' ' if colored else ''}{kind} {traits_of(kind).phrase}{f' ({letter} in one column)' if narrow else ''}")
 
 
 def is_dense(timeline: Timeline, columns: int, duration: int) -> bool:
@@ -270,7 +274,7 @@ def _letter(load: Load) -> str:
     kind, share = max(kinds.items(), key=lambda item: item[1])
     if share < MOSTLY:
         return ""
-    later = sum(part for (each, place), part in load.items() if each == kind and place > 0)
+    later = sum(part for (other, place), part in load.items() if other == kind and place > 0)
     return _letter_of(kind, int(later > share / 2))
 
 

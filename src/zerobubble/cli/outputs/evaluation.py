@@ -60,8 +60,8 @@ class Evaluation:
         """Returns the total idle time of all ranks by this cause, in ns."""
         if cause == COPIES:
             return self.copies * self.schedule.num_ranks
-        found: int = getattr(self.idle.overall, cause)
-        return found
+        time: int = getattr(self.idle.overall, cause)
+        return time
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """A cell of the table; `best` if no other schedule has less and some have more."""
 
     text: str
@@ -97,7 +97,7 @@ def evaluate(costed: Costed) -> Evaluation:
 
 def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[Column]:
     """Returns the columns of time, memory and messages, with the bytes sent if the size of a message is known."""
-    found = [
+    columns = [
         Column("period", lambda e: e.costed.period, lambda e: show_ms(e.costed.period)),
         Column("its bubble", _bubble_of_period, lambda e: show_percent(_bubble_of_period(e))),
         Column("makespan", lambda e: e.timeline.makespan, lambda e: show_ms(e.timeline.makespan)),
@@ -106,8 +106,8 @@ def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[C
         Column("messages", lambda e: e.messages, lambda e: f"{e.messages:,}"),
     ]
     if message_bytes is not None:
-        found.append(Column("bytes sent", lambda e: e.messages, lambda e: show_bytes(e.messages * message_bytes)))
-    return found
+        columns.append(Column("bytes sent", lambda e: e.messages, lambda e: show_bytes(e.messages * message_bytes)))
+    return columns
 
 
 def _bubble_of_period(evaluation: Evaluation) -> float:
@@ -151,11 +151,11 @@ def _peak_column(in_bytes: bool) -> Column:
     return Column("peak memory", lambda evaluation: max(evaluation.peaks if in_bytes else evaluation.peak_microbatches), text)
 
 
-def table_rows(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> list[list[Cell]]:
+def table_rows(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> list[list[TableCell]]:
     """Returns a row of cells per schedule, with the best of each column marked."""
     values = [[column.value(evaluation) for evaluation in evaluations] for column in columns]
     return [
-        [Cell(column.text(evaluation), min(v) == v[row] < max(v)) for column, v in zip(columns, values, strict=True)]
+        [TableCell(column.text(evaluation), min(v) == v[row] < max(v)) for column, v in zip(columns, values, strict=True)]
         for row, evaluation in enumerate(evaluations)
     ]
 
@@ -261,6 +261,6 @@ def write_pictures(pictures: PictureFiles, evaluations: Sequence[Evaluation], me
         write_page(pictures.html, evaluations, message_bytes)
 
 
-def marked(cell: Cell) -> str:
+def marked(cell: TableCell) -> str:
     """Returns the text of a cell, with a star if it is the best of its column."""
     return cell.text + ("*" if cell.best else "\N{NO-BREAK SPACE}")

@@ -25,32 +25,32 @@ USUAL = "1f1b"
 """The common schedule shown for comparison."""
 
 
-def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> None:
+def write_plan(best: Plan, pictures: PictureFiles, plan_file: str | None) -> None:
     """Writes the pictures that are asked for; `plan_file` is the saved plan."""
     if pictures.svg is None and pictures.html is None:
         return
-    evaluations = [*_answers(found), *_usual(found.problem)]
+    evaluations = [*_answers(best), *_usual(best.problem)]
     if pictures.svg is not None:
         write_picture(pictures.svg, svg_of(evaluations))
     if pictures.html is not None:
-        write_page(pictures.html, evaluations, sections=[_reasons(found, evaluations), _how_to_run(plan_file, found)])
+        write_page(pictures.html, evaluations, sections=[_reasons(best, evaluations), _how_to_run(plan_file, best)])
 
 
-def _answers(found: Plan) -> Iterator[Evaluation]:
+def _answers(best: Plan) -> Iterator[Evaluation]:
     """Yields the winner and the runner-up, or the fastest plan with gathers or without offload; with a head, the best of each way."""
-    feasible = [choice for choice in found.choices if choice.plan.order is not None]
-    if found.head is not None:
+    feasible = [choice for choice in best.choices if choice.plan.order is not None]
+    if best.head is not None:
         for choice in feasible:
             yield _evaluated(choice.plan, f"{choice.name} on {choice.plan.placement.name}: {choice.plan.schedule.name}")
         return
-    if (gathers := found.saving(FewGathers)) is not None:
-        others = [("winner", found.placement.name, found), ("fastest", gathers.quickest.plan.placement.name, gathers.quickest.plan)]
-    elif found.problem.host is not None:
-        others = [("winner", found.placement.name, found), *(("without offload", choice.name, choice.plan) for choice in feasible[:1])]
+    if (gathers := best.saving(FewGathers)) is not None:
+        others = [("winner", best.placement.name, best), ("fastest", gathers.quickest.plan.placement.name, gathers.quickest.plan)]
+    elif best.problem.host is not None:
+        others = [("winner", best.placement.name, best), *(("without offload", choice.name, choice.plan) for choice in feasible[:1])]
     else:
         others = [(place, choice.name, choice.plan) for place, choice in zip(("winner", "runner-up"), feasible, strict=False)]
-    for place, name, one in others:
-        yield _evaluated(one, f"{place}: {name}, {one.how}")
+    for place, name, shown in others:
+        yield _evaluated(shown, f"{place}: {name}, {shown.how}")
 
 
 def _usual(problem: Problem) -> Iterator[Evaluation]:
@@ -62,13 +62,13 @@ def _usual(problem: Problem) -> Iterator[Evaluation]:
     costs = replace(costs, slices=())
     if problem.head is not None and (problem.workload is not None or problem.has_divided_head):
         costs = problem.head.whole(costs)
-    made, held = make(USUAL, placement.num_ranks, problem.whole_microbatches), 0 if problem.head is None else round(problem.head.held)
-    yield evaluate(Costed(made, costs, _source(problem), problem.workload is None, problem.limits.memory, head_bytes=held))
+    schedule, held = make(USUAL, placement.num_ranks, problem.whole_microbatches), 0 if problem.head is None else round(problem.head.held)
+    yield evaluate(Costed(schedule, costs, _source(problem), problem.workload is None, problem.limits.memory, head_bytes=held))
 
 
 def _source(problem: Problem) -> str:
-    given = repr(problem.costs).strip("<>") if problem.workload is None else problem.workload.times_text
-    return f"planned for {given}"
+    work = repr(problem.costs).strip("<>") if problem.workload is None else problem.workload.times_text
+    return f"planned for {work}"
 
 
 def _evaluated(plan: Plan, name: str) -> Evaluation:
@@ -82,11 +82,11 @@ def costed_plan(plan: Plan, source: str) -> Costed:
     return Costed(plan.schedule, plan.costs, source, is_measured, memory, plan.offloads, problem.host, problem.bytes_of_whole_head)
 
 
-def _reasons(found: Plan, evaluations: list[Evaluation]) -> str:
+def _reasons(best: Plan, evaluations: list[Evaluation]) -> str:
     """Explains the rank of each placement, and the alternatives."""
-    items = [f"<b>{escape(choice.name)}</b> {escape(choice.note)}" for choice in found.choices]
-    items += [escape(text) for text in (found.simple_text, found.unsearched_text) if text]
-    items += [escape(text) for text in _beyond_memory(found.problem, evaluations)]
+    items = [f"<b>{escape(choice.name)}</b> {escape(choice.note)}" for choice in best.choices]
+    items += [escape(text) for text in (best.simple_text, best.unsearched_text) if text]
+    items += [escape(text) for text in _beyond_memory(best.problem, evaluations)]
     return section("reasons", "Why", f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>")
 
 
@@ -99,9 +99,9 @@ def _beyond_memory(problem: Problem, evaluations: list[Evaluation]) -> Iterator[
         yield f"{USUAL} does not fit: rank {over[0]} would hold {held}, more than its memory."
 
 
-def _how_to_run(plan_file: str | None, found: Plan) -> str:
+def _how_to_run(plan_file: str | None, best: Plan) -> str:
     """Shows the code that runs, draws and exports the winner."""
-    problem = found.problem
+    problem = best.problem
     file = plan_file or "plan.json"
     lead = "" if plan_file else "Save the plan first: give <code>-o plan.json</code> to the same command."
     # A plan that names layers brings the cut of the model.
@@ -128,43 +128,43 @@ def _csv(schedule: Schedule) -> str | None:
     return None if cannot else to_torch_csv(schedule)
 
 
-def plan_to_dict(found: Plan) -> dict[str, object]:
+def plan_to_dict(best: Plan) -> dict[str, object]:
     """Returns the figures of the winner, with its CSV, and of every placement. Bounds are bubble rates.
 
     The CSV numbers microbatches of unequal cost in the order of the last stage, `microbatch_order`.
     """
-    in_places, ordered = found.schedule, {}
-    if found.problem.costs.shares:
-        last = found.schedule.num_stages - 1
-        order = [op.microbatch for _, _, op in found.schedule.ops() if op.kind is Kind.F and op.stage == last]
-        in_places = with_numbers(found.schedule, {number: place for place, number in enumerate(order)})
+    in_places, ordered = best.schedule, {}
+    if best.problem.costs.shares:
+        last = best.schedule.num_stages - 1
+        order = [op.microbatch for _, _, op in best.schedule.ops() if op.kind is Kind.F and op.stage == last]
+        in_places = with_numbers(best.schedule, {number: place for place, number in enumerate(order)})
         ordered = {"microbatch_order": order}
     return {
-        **solved_to_dict(_name(found), found),
-        "seconds": found.seconds,
-        "compile_seconds": found.compiling,
+        **solved_to_dict(_name(best), best),
+        "seconds": best.seconds,
+        "compile_seconds": best.compiling,
         "csv": _csv(in_places),
         **ordered,
-        **{saving.axis: saving.to_dict() for saving in found.savings},
+        **{saving.axis: saving.to_dict() for saving in best.savings},
         "choices": [
-            solved_to_dict(_placement(found, choice), choice.plan) | {"reason": choice.note, "searched": choice.searched}
-            for choice in found.choices
+            solved_to_dict(_placement(best, choice), choice.plan) | {"reason": choice.note, "searched": choice.searched}
+            for choice in best.choices
         ],
-        "not_run": list(found.not_run),
-        "simple": found.simple and solved_to_dict(found.simple.problem.placement.name, found.simple),
-        "interrupted": found.interrupted,
+        "not_run": list(best.not_run),
+        "simple": best.simple and solved_to_dict(best.simple.problem.placement.name, best.simple),
+        "interrupted": best.interrupted,
     }
 
 
-def _name(found: Plan) -> str:
+def _name(best: Plan) -> str:
     """The placement of the winner, by its name among the choices if it is one of them."""
-    first = found.choices[0]
-    return _placement(found, first) if first.plan.order is found.order else found.placement.name
+    first = best.choices[0]
+    return _placement(best, first) if first.plan.order is best.order else best.placement.name
 
 
-def _placement(found: Plan, choice: Choice) -> str:
+def _placement(best: Plan, choice: Choice) -> str:
     """The placement of a choice. With a head, the name of a choice is the place of its head."""
-    return choice.name if found.head is None else choice.plan.placement.name
+    return choice.name if best.head is None else choice.plan.placement.name
 
 
 def solved_to_dict(name: str, plan: Plan) -> dict[str, object]:
