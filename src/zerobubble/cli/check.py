@@ -25,7 +25,7 @@ from zerobubble.verify import schedule_faults
 FAULTY = 1
 MOST_SHOWN = 20
 MOST_RECOGNIZED = 100_000
-"""Maximum number of passes of a schedule to play over NCCL and to compare with the known ones. With as many, that takes seconds."""
+"""Maximum passes of a schedule that is played over NCCL and compared with the known ones, which takes seconds."""
 MOST_REPLICAS = 1_000_000
 AROUND = 4
 """Passes shown on either side of a fault."""
@@ -187,7 +187,7 @@ def excerpt(fault: Fault, rows: Sequence[SourceRow], schedule: Schedule) -> str:
 
 
 def _marked(fault: Fault, schedule: Schedule) -> list[int]:
-    """Returns the position of a fault, or those of the passes next to a missing one; empty for the end of the row."""
+    """Returns the position of a fault, or the positions of the passes next to a missing pass; empty for the end of the row."""
     if fault.position is not None:
         return [fault.position]
     if fault.rank is None or fault.op is None:

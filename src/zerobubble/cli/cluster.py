@@ -144,7 +144,7 @@ def _heads(divisions: Divisions) -> list[str]:
 
 
 def _program(divisions: Divisions) -> str:
-    """Returns how to write the fastest way that fits, or the fastest if none surely fits; empty if it needs code of the model."""
+    """Returns the program of the fastest way that fits, or of the fastest if none surely fits; empty if the model's code must change."""
     place = divisions.fitting or 1
     choice = divisions.choices[place - 1]
     if not choice.call:

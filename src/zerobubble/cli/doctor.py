@@ -1,4 +1,4 @@
-"""`zerobubble doctor`: what this machine has for training in a pipeline, what is missing for what, and a step of two ranks."""
+"""`zerobubble doctor`: what this machine has and lacks for training in a pipeline, and a training step of two ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FRAMEWORKS = {"exact": "ortools", "megatron": "megatron-core"} | {name: name for
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check: "ok", "note" for what only some need, or "failed", each with a `remedy` unless it is ok."""
+    """The outcome of one check: "ok", "note" for a lack that matters to some runs only, or "failed"; the last two have a `remedy`."""
 
     check: str
     status: str
@@ -135,9 +135,9 @@ def line_of(finding: Finding) -> str:
 
 
 def examine(timeout: float, *, asks_gpu: bool = False, speeds: list[Mapping[str, Any]] | None = None) -> Iterator[Finding]:
-    """Yields the findings of all checks, the trial of two ranks last, then those of the speeds of both, if a list takes them.
+    """Yields the findings of all checks: this machine, the trial of two ranks, and their speeds if `speeds` is a list to add them to.
 
-    The trial, and the measurement, may each take `timeout` seconds.
+    The trial and the measurement may each take `timeout` seconds.
     """
     yield versions()
     trial = Trial.start(*(["--gpu"] if asks_gpu else [])) if find_spec("torch") else None
@@ -273,7 +273,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def needs_of_extras() -> dict[str, list[Need]]:
-    """Returns what each extra of the installed zerobubble requires, those of the extras that it includes among it."""
+    """Returns the requirements of each extra of the installed zerobubble, and of the extras that it includes."""
     direct: dict[str, list[str]] = {}
     for text in requires("zerobubble") or ():
         match = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?([^;]*);.*extra == ['\"]([\w-]+)['\"]", text)
@@ -295,7 +295,7 @@ def _needs(extra: str, direct: Mapping[str, list[str]]) -> Iterator[Need]:
 
 
 def extras() -> Iterator[Finding]:
-    """Reports what is installed for each extra, and what is missing for what."""
+    """Reports the installed and the missing packages of each extra."""
     try:
         needs = needs_of_extras()
     except PackageNotFoundError:
@@ -353,7 +353,7 @@ class Trial(NamedTuple):
 
 
 class RankReports(NamedTuple):
-    """The reports of a rank of the trial, and why it printed no more."""
+    """The reports of a rank of the trial; `fault` is the reason why others are missing."""
 
     reports: list[dict[str, Any]]
     fault: str
@@ -447,7 +447,7 @@ def measure(timeout: float, speeds: list[Mapping[str, Any]]) -> Iterator[Finding
 
 
 def _slowest(speeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the figures of the slower rank in each; a rank that shares a GPU has none of its own."""
+    """Returns the slower rank's value of each figure. A rank that shares a GPU measures messages only."""
     computing = [speed for speed in speeds if "products" in speed]
     products = {name: min(speed["products"][name] for speed in computing) for name in computing[0]["products"]}
     attention = [min(pair) for pair in zip(*(speed["attention"] for speed in computing), strict=True)]

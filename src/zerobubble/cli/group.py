@@ -147,7 +147,7 @@ def _no_such_option(error: click.NoSuchOption) -> str:
 
 
 def _without_count(message: str) -> str:
-    """Returns what click says about arguments too many in the form of the other errors."""
+    """Returns click's message about too many arguments in the form of the other errors."""
     _, is_extra, extra = message.partition(_EXTRA)
     return f"too many arguments: {extra.partition('(')[2].removesuffix(')')} is left over; see --help" if is_extra else message
 

@@ -388,7 +388,7 @@ def _on_slices(best: Plan, options: PlanOptions) -> tuple[str, ...]:
 
 
 def _recomputation(options: PlanOptions, question: PlanQuestion) -> dict[str, Any]:
-    """Returns the arguments of recomputation: those of the options, else those of the plan to repeat."""
+    """Returns the arguments of recomputation, from the options or else from the plan to repeat."""
     levels = None if options.levels is None else parse_levels(options.levels)
     in_plan = None if question.problem is None else question.problem.recomputation
     if in_plan is None or options.recompute is not None:
@@ -398,7 +398,7 @@ def _recomputation(options: PlanOptions, question: PlanQuestion) -> dict[str, An
 
 
 def _memory(question: PlanQuestion, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
-    """Returns the memory of each rank: that of the options, else that of the plan to repeat."""
+    """Returns the memory of each rank, from the options or else from the plan to repeat."""
     if options.rank_bytes is not None and isinstance(question.work, Workload):
         return in_microbatches(options.rank_bytes, work)
     if options.rank_bytes is not None:
@@ -461,7 +461,7 @@ def _plan_layers(source: GivenLayers, search: SearchOptions, options: PlanOption
 
 
 def _planned(ask: Callable[..., Plan], axes: dict[str, Any], arguments: dict[str, Any]) -> Plan:
-    """Returns the plan. The error of layers that do not fit names recomputation if they then do."""
+    """Returns the plan. If layers fit with recomputation only, the error says so."""
     try:
         return ask(**axes, **arguments)
     except InputError as error:
@@ -513,7 +513,7 @@ def _microbatches_in_bytes(options: PlanOptions, limits: Limits | None) -> tuple
 
 
 def _with_remarks(answer: PlanAnswer, search: SearchOptions, options: PlanOptions) -> PlanAnswer:
-    """Adds the winner's time if times are off, if asked for."""
+    """Adds the winner's time with other times of passes, if asked for."""
     if options.what_if is not None:
         moved = what_if(answer.plan, options.what_if / 100, seed=search.seed)
         without = "" if answer.plan.problem.sharded is None else "\nWithout gathers of weights."

@@ -17,7 +17,7 @@ def assumptions_of(setting: Setting, efficiency: Efficiency) -> tuple[str, ...]:
 
 
 def main_assumptions_of(setting: Setting) -> tuple[str, ...]:
-    """Returns the assumptions on which it depends most whether a model fits, and how long its steps take."""
+    """Returns the assumptions that matter most for the memory and time of a step."""
     return _of_parameters(setting), _of_runtime(), _of_error(setting)
 
 

@@ -29,7 +29,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocabulary": ("vocab_size",),
 }
-"""The names that families have for what every model needs."""
+"""The names of the required sizes in the configurations of all families."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _ROUTED = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -39,7 +39,7 @@ _OTHER_LAYERS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_ke
 
 
 def known_model(model: str | Model) -> Model:
-    """Returns `model` itself, the one with that name, or the one in that .json file or folder. Raises `InputError` if there is none."""
+    """Returns `model`, looked up by name or read from a .json file or a folder if it is text. Raises `InputError` if there is none."""
     if isinstance(model, Model):
         return model
     return read_model(model) if model.endswith(".json") or Path(model).is_dir() else model_named(model)

@@ -19,7 +19,7 @@ FORM = "zerobubble gpu 1"
 ATTENTION_TOKENS = 8192
 """Length of the sequences for which `GPU.attention` states FLOP/s."""
 ATTENTION_OVERHEAD = 1000, 1500
-"""Tokens whose attention, in F and in B, takes as long as what a kernel does beyond its FLOPs: start, masked halves of blocks, end.
+"""The overhead of an attention kernel (start, masked halves of blocks, end), as a number of tokens that take as long, in F and in B.
 
 From the FLOP/s over 2,048 and 8,192 tokens of cuDNN on an H200: 484 and 644 TFLOP/s in F, 370 and 541 in B. They predict its FLOP/s over
 4,096 and 16,384 tokens, and those of a GB200 over 2,048 and 4,096, within 8 %.
@@ -47,7 +47,7 @@ _BY_PRECISION = each(
 class GPU(Displayed):
     """A GPU in a cluster, by its data sheet: dense FLOP/s, bytes per second, bytes.
 
-    `name` is that of the product. `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory,
+    `name` is the name of the product. `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory,
     including what CUDA and NCCL take, and `memory_bandwidth` the rate at which it is read or written. `link_bandwidth` is the send
     bandwidth to the other GPUs of its NVLink domain, which has `domain_size` GPUs, and `network_bandwidth` the send bandwidth beyond.
     `processors` is the number of streaming multiprocessors (SMs), over which a matrix product is divided in waves.

@@ -46,7 +46,7 @@ class HeadOptions:
     )
 
     def head_for(self, question: PlanQuestion) -> Head | None:
-        """Returns the head of the options, else that of the costs or the plan. Raises `InputError` if they contradict each other."""
+        """Returns the head of the options, else the head of the costs or the plan. Raises `InputError` if they contradict each other."""
         in_plan, measured = _known(question), _measured(question)
         placement = next(iter(question.placements.values()))
         if measured is not None:

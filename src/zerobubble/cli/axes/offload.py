@@ -66,7 +66,7 @@ class OffloadOptions(RateOptions):
     )
 
     def added(self, costed: Costed, named: NamedSchedule) -> Costed:
-        """Adds offloads that keep each rank within its memory, or those of its plan if the options ask for none."""
+        """Adds offloads that keep each rank within its memory; without options of offload, adds those of the plan."""
         if self.offload is None and self.memory is None:
             return with_offloads_of_plan(costed, named)
         if self.offload is None or self.memory is None:
@@ -154,7 +154,7 @@ def host_link(rates: Rates, size: int, bytes_per_second: Callable[[Bytes], float
 
 
 def link_asked(question: PlanQuestion, rates: Rates | None, microbatch: int | None) -> HostLink | None:
-    """Returns the link of each rank to its host, in the bytes of the costs: that of the options, else that of the plan to repeat.
+    """Returns the link of each rank to its host, in the bytes of the costs, from the options or else from the plan to repeat.
 
     `microbatch` is the number of bytes of a microbatch on a rank. Rates in bytes need it along with times.
     """

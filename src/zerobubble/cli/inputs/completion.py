@@ -72,11 +72,11 @@ TYPES = {
     "model": Completed(_models, files=FILE),
     "gpu": Completed(_gpus, files=FILE),
 }
-"""Types of parameters that are any text, by name, or by command and name. Those with the metavar FILE are files."""
+"""Types of text parameters, by name, or by command and name. Parameters with the metavar FILE are files."""
 
 
 def completed(command: click.Command) -> click.Command:
-    """Gives the parameters of `command` that are any text the type that the shell completes."""
+    """Sets the type of the text parameters of `command`, so that the shell completes them."""
     for param in command.params:
         if type(param.type) is click.types.StringParamType:
             of_name = TYPES.get(f"{command.name} {param.name}") or TYPES.get(param.name or "")

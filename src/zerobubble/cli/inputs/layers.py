@@ -1,4 +1,4 @@
-"""Reads the layers of `plan`: those of `--layers` from a file, those of `--from` from the configuration of a training framework."""
+"""Reads the layers of `plan`: for `--layers` from a file, for `--from` from the configuration of a training framework."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GivenLayers(NamedTuple):
     is_measured: bool = False
 
     def device_text(self) -> str:
-        """Says on which device a pass takes the times of the layers; empty if only the user knows."""
+        """Names the device of the layers' times; empty if only the user knows it."""
         if self.is_measured and self.gpu is not None:
             return f"The file has the times; {self.gpu.name} only sets the memory."
         if self.gpu is not None:
@@ -70,7 +70,7 @@ def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False
 
 
 def _machine(data: Any) -> Machine | None:
-    """Returns the machine at whose rates the times of the layers are FLOPs, None for other times."""
+    """Returns the machine whose rates converted the FLOPs of the layers to times; None for other times."""
     return Machine.from_dict(data[MACHINE]) if isinstance(data, dict) and MACHINE in data else None
 
 
@@ -112,7 +112,7 @@ def _from_form(number: int, data: Any) -> Layer:
 
 
 class LayerSource(NamedTuple):
-    """A framework of `plan --from`: what to give for it, its package, and our module whose `read_run` imports it."""
+    """A framework of `plan --from`: the usage of the option, its package, and our module whose `read_run` imports it."""
 
     usage: str
     package: str

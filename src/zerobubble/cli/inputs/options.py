@@ -36,7 +36,7 @@ Times = tuple[float, float, float]
 def option(*flags: str, section: str = "", **settings: Any) -> Any:
     """Returns a dataclass field that is a click option, with the name of the field as the name of its parameter.
 
-    Without a `section` of its own, the help lists it in that of its group.
+    Without a `section`, the help lists it in the section of its group.
     """
     optional: dict[str, Any] = {} if "default" in settings else {"default": False if settings.get("is_flag") else None}
     return field(metadata={"flags": flags, "section": section, "settings": settings}, **optional)
@@ -67,7 +67,7 @@ class SectionedCommand(click.Command):
 def option_group(kind: type[Any], name: str, section: str = "") -> Callable[[Command], Command]:
     """Returns a decorator that adds the options of the dataclass `kind` to a command, which gets their values as its argument `name`.
 
-    The help of the command lists them under `section`, or with those of no section.
+    The help of the command lists them under `section`, or under no heading.
     """
     columns = fields(kind)
 

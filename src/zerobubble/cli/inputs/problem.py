@@ -87,7 +87,7 @@ search_options = option_group(SearchOptions, "search", SEARCH)
 class PlanQuestion:
     """A problem to plan: the work of ranks or the costs of stages, the number of microbatches, and the placements by name.
 
-    `problem` is the one of the plan file, None without a file. `limits` are its memory limits, None if they never bind.
+    `problem` is from the plan file, None without a file. `limits` are its memory limits, None if they never bind.
     """
 
     work: Workload | Costs
@@ -147,7 +147,7 @@ def _of_ranks(command: str, work: WorkOptions, search: SearchOptions, ranks: Wor
 
 
 def _of_stages(command: str, work: WorkOptions, search: SearchOptions, costs: Costs) -> PlanQuestion:
-    """The costs of stages on one placement, that of the file or of the options."""
+    """The costs of stages on one placement, from the file or the options."""
     placement = _measured_placement(work, search, costs) if costs.placement is not None else _named_placement(work, search, costs)
     _, microbatches = require_shape(command, placement.num_ranks, work.microbatches)
     require_size("a plan", 3 * placement.num_stages * microbatches)
@@ -197,7 +197,7 @@ _UNEQUAL = "microbatches of unequal cost"
 
 
 def _refuse_axes(command: str, file: str, has: dict[str, bool]) -> None:
-    """Raises `InputError` for anything that a file has and only `plan` can plan."""
+    """Raises `InputError` if a file has an axis that only `plan` can plan."""
     if command != "plan" and (what := [name for name, is_there in has.items() if is_there]):
         raise InputError(
             "{file} with {what}, which {command} does not support",

@@ -159,7 +159,7 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
 
 
 def find_schedules(names: Sequence[str], shape: Shape, costing: CostOptions | None = None) -> list[NamedSchedule]:
-    """Makes or reads the schedules `names`, all of one shape: that of the options, of the first file, or of the file of the costs.
+    """Makes or reads the schedules `names`, all of one shape, which is given by the options, the first file, or the file of the costs.
 
     Stages per rank and options apply to the schedules that have them. Raises `InputError` if a schedule does not exist in this shape, or
     if the shapes differ.
@@ -240,7 +240,7 @@ def equal_costs(
 
 
 def with_costs(inputs: Sequence[NamedSchedule], costing: CostOptions) -> list[Costed]:
-    """Returns the schedules with costs: those of the options, else of the first plan among the schedules, else 1 ms per pass.
+    """Returns the schedules with costs, from the options, else from the first plan among the schedules, else 1 ms per pass.
 
     All schedules do the same work on each rank, however many stages it has. Raises `InputError` if the costs do not fit the stages
     or microbatches of a schedule, and if two plans were made for different work.
@@ -314,7 +314,7 @@ def _costed_as(planned: Problem, source: str, named: NamedSchedule) -> Costed:
 
 
 def _slices(named: NamedSchedule, planned: Problem) -> tuple[SliceShares, ...]:
-    """Returns the slices of a schedule: those of its plan, else those `planned` if there are as many, else equal ones."""
+    """Returns the slices of a schedule: from its own plan, else from `planned` if there are as many, else equal slices."""
     slices = named.schedule.slices
     in_plan = (named.problem or planned).costs.slices
     return in_plan if slices == len(in_plan) else equal_slices(slices)
@@ -328,7 +328,7 @@ def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:
 
 
 def _with_recompute(costs: Costs, named: NamedSchedule) -> Costs:
-    """Adds the costs of R: those of the plan's levels if there is a plan, else those of full recomputation."""
+    """Adds the costs of R, with the levels of the plan, or with full recomputation if there is no plan."""
     levels = None if named.problem is None else named.problem.recomputation
     return costs.completed_for(named.schedule) if levels is None else costs.with_recompute(levels.chosen)
 
