@@ -209,8 +209,12 @@ class PipelineMixin(_Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Makes a loader like Trainer, whose sampler and workers are those of the replica."""
-        with replaced(self, args=args_with(self.args, world_size=self._num_replicas, process_index=self._replica)):
+        with self._counting_replicas(process_index=self._replica):
             return super()._get_dataloader(*args, **kwargs)
+
+    def _counting_replicas(self, **properties: Any) -> AbstractContextManager[None]:
+        """Returns a context in which Trainer counts replicas instead of processes: steps, batches and the workers of data loaders."""
+        return replaced(self, args=args_with(self.args, world_size=self._num_replicas, **properties))
 
     def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         """Prepares a loader like Accelerator, except that all ranks of a pipeline load the same batches."""
@@ -405,18 +409,15 @@ class PipelineMixin(_Trainer):
         return output if (count := num_read(dataloader)) is None else output._replace(num_samples=count)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates like Trainer, which counts the steps by the number of processes, here of replicas."""
-        with replaced(self, args=args_with(self.args, world_size=self._num_replicas)):
+        with self._counting_replicas():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predicts like Trainer, which counts the steps by the number of processes, here of replicas."""
-        with replaced(self, args=args_with(self.args, world_size=self._num_replicas)):
+        with self._counting_replicas():
             return super().predict(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes the card like Trainer, which takes the batch size from the number of processes, here of replicas."""
-        with replaced(self, args=args_with(self.args, world_size=self._num_replicas)):
+        with self._counting_replicas():
             super().create_model_card(*args, **kwargs)
 
     @property
