@@ -11,7 +11,7 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 
 from tests.integrations.ranks import cases_played, run_program
-from tests.integrations.train_with_own_losses import CASES, DRAWN, RAISING, REFUSED
+from tests.integrations.train_with_own_losses import CASES, DRAWN, RAISING, REFUSED, REFUSED_OF_REPLICAS
 from tests.refusals import raises
 from tests.thinned import long_if
 from zerobubble import InputError
@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
 SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "experts", "flags of one rank")
 SHORT += ("fresh head", "a stream", "choices", "logits in place", "pairs in one call")
 REPLICATED = ("plain", "local counts", "mean", "mean over attention_mask", "weighted", "masked", "generated", "sequences, one microbatch")
-REPLICATED += ("a stream",)
+REPLICATED += ("a stream", "gathered")
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""
 
@@ -80,10 +80,19 @@ def test_losses_train_as_on_one_device(case: str, pipelined: Path, reference: Pa
 def test_losses_train_in_two_replicas_as_on_one_device(reference: Path, tmp_path: Path) -> None:
     run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", *REPLICATED, ranks=4)
     for case in REPLICATED:
-        assert_same(tmp_path, reference, case, {"loss", "grad_norm", "eval_loss"})
+        assert_same(tmp_path, reference, case, {"loss", "grad_norm", "eval_loss", "ce"})
         found, expected = result(tmp_path, case), result(reference, case)
         assert found["shapes"] == expected["shapes"]
         assert found["totals"] == pytest.approx(expected["totals"], rel=1e-9)
+
+
+@pytest.mark.refuses("samples gathered in compute_loss where samples fill a batch of replicas", "losses that one replica refuses")
+def test_losses_that_replicas_cannot_compute_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", *REFUSED_OF_REPLICAS, ranks=4)
+    for case in REFUSED_OF_REPLICAS:
+        errors = [result(tmp_path, case, rank) for rank in range(4)]
+        assert [error["error"] for error in errors] == ["InputError"] * 4, errors
+        assert len({error["text"] for error in errors}) == 1
 
 
 @pytest.mark.refuses("losses that are neither sums nor means", "two calls of the model in compute_loss", "collectives in compute_loss")

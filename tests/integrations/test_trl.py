@@ -15,7 +15,7 @@ from trl import DPOTrainer, SFTConfig
 
 import zerobubble as zb
 from tests.integrations.ranks import run_program
-from tests.integrations.train_with_trl import CASES, tokenizer
+from tests.integrations.train_with_trl import CASES, EVALUATED, tokenizer
 from tests.refusals import raises
 from zerobubble import InputError
 from zerobubble.integrations.transformers import PipelineMixin
@@ -49,6 +49,16 @@ def test_two_ranks_tune_as_one_device(case: str, folders: tuple[Path, Path]) -> 
     assert weights.keys() == others.keys()
     for name, tensor in others.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.feature("evaluation with metrics and replicas")
+def test_metrics_of_two_replicas_do_not_count_samples_that_fill_the_last_batch(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", *EVALUATED, ranks=4)
+    expected, found = (json.loads((folder / "evaluated" / "log.json").read_text())[0] for folder in (folders[0], tmp_path))
+    assert "eval_entropy" in expected
+    assert found.keys() == expected.keys()
+    for key in ("eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens"):
+        assert found[key] == pytest.approx(expected[key], rel=2e-6), key
 
 
 @pytest.mark.refuses("padding-free batches")

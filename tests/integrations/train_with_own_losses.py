@@ -151,6 +151,11 @@ def full_tokens(index: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def tokens_of_replicas(index: int) -> dict[str, Any]:
+    """Full sequences in the first half of each batch, and others in the second."""
+    return full_tokens(index) if index % BATCH < BATCH // 2 else tokens(index)
+
+
 def padded_tokens(index: int) -> dict[str, Any]:
     """A sequence whose length is in its attention mask only."""
     ids = tokens(index)["input_ids"]
@@ -343,6 +348,21 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
             self.calls, self.samples, self.total = self.calls + 1, self.samples + len(labels), self.total + gathered.item()
             self.log({"ce": gathered.item(), "calls": self.calls})
             return loss * (1 + 0.1 * self.calls)
+
+    class Gathered(Mean):
+        """Logs a mean over samples of all processes."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            losses = torch.stack([token_losses(logits[row : row + 1], labels[row : row + 1]) for row in range(len(labels))])
+            self.log({"ce": self.accelerator.gather_for_metrics(losses.detach()).mean().item()})
+            return losses.mean()
+
+    class Mixed(Mean):
+        """A mean over samples and a mean over labels, which are the same for full sequences."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            rows = [token_losses(logits[row : row + 1], labels[row : row + 1]) for row in range(len(labels))]
+            return torch.stack(rows).mean() + token_losses(logits, labels)
 
     class Collected(Mean):
         def __init__(self, **kwargs: Any) -> None:
@@ -556,6 +576,7 @@ CASES: dict[str, dict[str, Any]] = {
     "z-loss": {"kind": "Z", "settings": {"gradient_accumulation_steps": 2}},
     "double": {"kind": "Double", "settings": {"gradient_accumulation_steps": 2}},
     "logged": {"kind": "Logged"},
+    "gathered": {"kind": "Gathered", "evaluated": lambda data: data[:BATCH]},
     "mean by compute_loss_func": {"kind": "Trainer", "arguments": {"compute_loss_func": mean_func}},
     "local counts": {"kind": "Trainer", "settings": {"average_tokens_across_devices": False}},
     "plain": {"kind": "Trainer", "settings": {"gradient_accumulation_steps": 2}},
@@ -608,6 +629,17 @@ REFUSED: dict[str, dict[str, Any]] = {
     "optimizer of another module": {"kind": "Headed"},
 }
 """What is refused before the first step."""
+REFUSED_OF_REPLICAS: dict[str, dict[str, Any]] = {
+    "gathered, evaluated in part": {"kind": "Gathered"},
+    "gathered, trained in part": {
+        "kind": "Gathered",
+        "num_trained": 60,
+        "evaluated": lambda data: data[:BATCH],
+        "settings": {"max_steps": 8},
+    },
+    "refused in one replica": {"kind": "Mixed", "data": tokens_of_replicas, "settings": {"train_sampling_strategy": "sequential"}},
+}
+"""What is refused on all ranks of two replicas."""
 DRAWN: dict[str, dict[str, Any]] = {
     "drawn with weights": {"kind": "Drawn", "data": full_tokens, "loss_weight": lambda inputs: len(inputs["labels"])},
 }
@@ -657,7 +689,7 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
             "loss_weight": case.get("loss_weight"),
         }
     data = [case.get("data", tokens)(index) for index in range(80)]
-    given = {"model": model, "args": arguments, "train_dataset": data[:64]}
+    given = {"model": model, "args": arguments, "train_dataset": data[: case.get("num_trained", 64)]}
     given["eval_dataset"] = case.get("evaluated", list)(data[64:76])
     given["callbacks"] = [kind() for kind in case.get("callbacks", [])]
     if optimizer := case.get("optimizer"):
@@ -695,7 +727,7 @@ def main() -> None:
     warnings.filterwarnings("error", "eval_step", UserWarning)  # users of Trainer do not call it
     rank = int(os.environ.get("RANK", 0))
     for name in options.cases:
-        trainer = trainer_of(options.folder / name, (CASES | REFUSED | DRAWN | RAISING)[name], options.replicas)
+        trainer = trainer_of(options.folder / name, (CASES | REFUSED | REFUSED_OF_REPLICAS | DRAWN | RAISING)[name], options.replicas)
         result = play(trainer)
         weights = {} if "error" in result else trainer.model.state_dict()
         if hasattr(trainer, "close"):

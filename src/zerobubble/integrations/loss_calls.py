@@ -6,7 +6,7 @@ collectives are among replicas, or refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -79,11 +79,16 @@ class Microbatches:
 
 
 class LossCalls:
-    """Calls of `compute_loss` of a `trainer`, a `PipelineMixin`. `covered` has the attributes that its class merges itself."""
+    """Calls of `compute_loss` of a `trainer`, a `PipelineMixin`. `covered` has the attributes that its class merges itself.
+
+    Attributes:
+        filled: For each replica, the number of samples of the batch that count, if others fill it; otherwise empty.
+    """
 
     def __init__(self, trainer: Any, covered: tuple[str, ...]) -> None:
         self._trainer = trainer
         self.covered = covered
+        self.filled: list[int] = []
 
     @property
     def name(self) -> str:
@@ -176,9 +181,28 @@ class LossCalls:
             stack.enter_context(replaced(model, training=batch.trains))
             stack.enter_context(replaced(trainer.args, average_tokens_across_devices=False))  # `TrainerLoss` does it, by what the loss is
             stack.enter_context(replaced(trainer, log=lambda logs, *args, **kwargs: rows.append(dict(logs))))
-            stack.enter_context(replaced(accelerator, gather=trainer._gather_among_replicas, reduce=trainer._reduce_among_replicas))
+            gather, reduce = trainer._gather_among_replicas, trainer._reduce_among_replicas
+            collectives = {"gather": gather, "gather_for_metrics": gather, "reduce": reduce}
+            if self.filled and not trainer._gathers_counted:
+                collectives |= {name: self._refusing(name) for name in collectives if not batch.trains or name == "gather_for_metrics"}
+            stack.enter_context(replaced(accelerator, **collectives))
             stack.enter_context(collectives_refused(self.name, trainer._ranks_of_pipeline, remedy))
             yield
+
+    def _refusing(self, collective: str) -> Callable[..., Any]:
+        """Returns a collective that raises `InputError`, for a batch that replicas fill with samples that it would count."""
+
+        def refuse(*args: Any, **options: Any) -> Any:
+            raise InputError(
+                "{name} calls accelerator.{collective} in the last batch, of which {got} samples count in the replicas, and others fill it",
+                name=self.name,
+                collective=collective,
+                got=" and ".join(map(str, self.filled)),
+                remedy="set dataloader_drop_last=True, make the number of samples a multiple of the batch of all replicas, or compute in "
+                "compute_metrics or a callback what is gathered",
+            )
+
+        return refuse
 
     def _undone_changes(self, before: dict[str, float]) -> dict[str, float]:
         """Returns the changes of numbers among the trainer's attributes by name, after undoing them."""

@@ -9,7 +9,8 @@ finite, it is found out again: terms over a batch, such as a standard deviation,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from zerobubble.integrations.loss_rules import (
     telling_samples,
 )
 from zerobubble.integrations.over_replicas import reduce_over_replicas
+from zerobubble.integrations.stream_ends import nums_counted
 from zerobubble.runtime.frameworks import RandomStates, drawn_seed, join_outputs
 
 COUNTED = ("current_flos", "current_gradient_accumulation_steps", "is_in_train")
@@ -113,7 +115,8 @@ class TrainerLoss:
         key = trains, tuple(name for name, value in inputs.items() if value is not None)
         self._num_steps[trains] += 1
         rules = self._rules.get(key, {})
-        is_new = self._has_new_labels(inputs, trains=trains) | self._has_new_modes(trains=trains)
+        self._calls.filled = self._filled(inputs)
+        is_new = self._has_new_labels(inputs, trains=trains) | self._has_new_modes(trains=trains) | bool(self._calls.filled)
         if self._is_due(rules, batch, is_new=is_new):
             rules = self._rules[key] = self._found_out(inputs, batch, rules)
         batch.rules = {name: left[0] for name, left in rules.items()}
@@ -147,6 +150,12 @@ class TrainerLoss:
         step = self._num_steps[batch.trains]
         due = not rules or is_new or step & (step - 1) == 0 or any(differ(left, batch.parts) for left in rules.values())
         return self._in_any_replica(due)
+
+    def _filled(self, inputs: Any) -> list[int]:
+        """Returns, for each replica, how many samples of a batch that others fill count; nothing if all count."""
+        samples, replicas = num_samples(inputs, self._dims), self._trainer._num_replicas
+        counts = nums_counted(self._trainer.accelerator, samples, replicas)
+        return counts if counts[-1] < samples else []
 
     def _in_any_replica(self, flag: bool) -> bool:
         """Returns whether a flag, which all ranks of a replica share, is set in any replica."""
@@ -213,6 +222,21 @@ class TrainerLoss:
         own = loss * batch.share_of_replica if batch.share_of_replica else torch.zeros_like(loss)
         loss_of_all: Tensor = reduce_over_replicas(self._trainer._same_stages, own)
         return loss_of_all
+
+    @contextmanager
+    def _raised_in_all_replicas(self) -> Iterator[None]:
+        """A context after which all ranks raise the `InputError` of the first replica that has raised one, instead of waiting for it."""
+        trainer, error = self._trainer, None
+        try:
+            yield
+        except InputError as own:
+            error = own
+        if trainer._num_replicas > 1:
+            errors: list[InputError | None] = [None] * trainer._num_replicas
+            dist.all_gather_object(errors, error, group=trainer._same_stages)
+            error = next(filter(None, errors), None)
+        if error is not None:
+            raise error
 
     def _share_of_replica(self, batch: Batch, rules: Sequence[Rule]) -> float:
         """Returns the factor of the loss of this replica in that of all replicas. Raises `InputError` if the rules give several factors."""
@@ -281,11 +305,16 @@ class TrainerLoss:
         shifts = self._trainer._loss_shifts_labels
         candidates = rules_of(inputs, lambda batch: num_samples(batch, self._dims), shifts=shifts, ignored=ignored)
         candidates += [self._weighted] if self._weighted else []
-        probe = self._probed(inputs, self._rows(inputs, candidates), batch.items, trains=batch.trains)
-        names = dict.fromkeys(name for comparison in probe.comparisons for numbers in comparison.numbers for name in numbers)
-        if self._trainer._num_microbatches == 1:
-            return self._agreed({name: [self._rule_of_whole_batch(probe)] for name in names})
-        rules = {name: self._fitting(candidates, name, probe, before.get(name, candidates)) for name in names}
+        is_whole = self._trainer._num_microbatches == 1
+        with self._raised_in_all_replicas():
+            probe = self._probed(inputs, self._rows(inputs, candidates), batch.items, trains=batch.trains)
+            names = dict.fromkeys(name for comparison in probe.comparisons for numbers in comparison.numbers for name in numbers)
+            if is_whole:
+                rules = {name: [self._rule_of_whole_batch(probe)] for name in names}
+            else:
+                rules = {name: self._fitting(candidates, name, probe, before.get(name, candidates)) for name in names}
+        if is_whole:
+            return self._agreed(rules)
         for seed in range(self._prober.num_tries):
             if not self._in_any_replica(differ(rules[LOSS], batch.parts)):
                 break

@@ -103,6 +103,8 @@ class PipelineMixin(_Trainer):
     """Whether samples of this replica's batch count, rather than fill the last batch."""
     _merged_attributes: ClassVar[tuple[str, ...]] = ()
     """The attributes that `compute_loss` changes for each microbatch, and the class merges itself."""
+    _gathers_counted: ClassVar[bool] = False
+    """Whether `compute_loss` gathers sums over the samples that count only."""
     _known_methods: ClassVar[tuple[str, ...]] = ("Seq2SeqTrainer.prediction_step",)
     """Methods of frameworks that the class accounts for."""
 

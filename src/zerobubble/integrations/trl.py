@@ -34,6 +34,7 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
 
     _known_methods = ("SFTTrainer.prediction_step", "SFTTrainer.training_step")
     _merged_attributes = ("_metrics", "_labels", "_total_train_tokens")
+    _gathers_counted = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_wrong_versions("trl")
@@ -69,7 +70,7 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
         logits, labels = output["logits"].float(), arguments.get("shift_labels")
         if labels is None:
             logits, labels = logits[:, :-1], arguments["labels"][:, 1:]
-        mask = labels != -100
+        mask = (labels != -100) & self._is_counted
         self._labels.append(int(self.accelerator.gather_for_metrics(mask.sum()).sum()))
         log_softmax = logits.log_softmax(-1)
         log_probs = log_softmax.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(~mask, 0)
