@@ -139,7 +139,9 @@ class Overriding(Trainer):
 
 @pytest.mark.refuses("overridden methods behind PipelineMixin")
 def test_a_class_whose_methods_would_be_hidden_is_refused_when_it_is_made() -> None:
-    with raises(InputError, "Overriding.training_step", "PipelineTrainer"):
+    with raises(InputError, "Overriding.training_step", "class Overriding(PipelineMixin, Trainer)"):
         type("Hidden", (PipelineMixin, Overriding), {})
     type("First", (Overriding, PipelineTrainer), {})
     type("Sequences", (PipelineMixin, Seq2SeqTrainer), {})
+    with raises(InputError, "PipelineMixin", "Trainer"):
+        type("Late", (Seq2SeqTrainer, PipelineMixin), {})

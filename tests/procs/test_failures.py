@@ -245,7 +245,7 @@ def short_batches(group: Any, schedule: str, transport: str) -> tuple[list[str],
         inputs, targets = batch(4)
         messages = []
         wrong: list[tuple[Any, Any]] = [(inputs[:3], targets[:3]), (inputs[:0], targets[:0]), (list(inputs[:3]), targets)]
-        wrong += [(None, targets), ((inputs[:3],), targets[:3]), ((inputs, targets[:2]), targets)]
+        wrong += [(None, targets), ((inputs[:3],), targets[:3]), ((inputs, targets[:2]), targets), (inputs.to("meta"), targets)]
         for x, y in wrong:
             for call in (pipe.step, pipe.eval_step, pipe.describe):
                 with pytest.raises(zb.InputError) as caught:
@@ -263,7 +263,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_the_pipeline_goes_on(world: R
     assert first == second
     messages, error = first
     assert error < 1e-12
-    parts = ("num_microbatches=3", "leave out an empty batch", "a list of 3", "inputs are missing", "batch size 3", "batch size")
+    parts = ("num_microbatches=3", "leave out an empty batch", "a list of 3", "inputs are missing", "batch size 3", "batch size", "meta")
     for text, part in zip(messages, (part for part in parts for _ in range(3)), strict=True):
         assert part in text
 
@@ -300,6 +300,8 @@ def wrong_loops(group: Any) -> tuple[str, str, str]:
         loss = pipe.step(inputs, targets)
         with pytest.raises(zb.InputError) as backward:
             loss.backward()
+        with raises(zb.InputError, "scaler", 3):
+            pipe.step(inputs, targets, scaler=3)  # type: ignore[arg-type]
         with pytest.raises(zb.InputError) as seen:
             pipe.step(inputs, targets[:4])
         assert pipe.step(inputs, targets) == loss

@@ -344,13 +344,16 @@ def test_a_broken_file_says_why(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_trace_is_read_in_pieces_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "MOST_BYTES", 10 * PIECE_BYTES)
+    monkeypatch.setattr(file, "MOST_OBJECTS", PIECE_BYTES)
     (tmp_path / "short.json").write_text("[]")
     (tmp_path / "long.json").write_bytes(b" " * (10 * PIECE_BYTES + 1))
+    (tmp_path / "many.json").write_bytes(b"[" + b"{}," * PIECE_BYTES + b"{}]")
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * (1000 * PIECE_BYTES), 1))
     for name, stated in (
         ("short", ("pipeline", "range")),
         ("long", ("10,485,760", "bytes")),
         ("bomb", ("bytes", "unpacked")),
+        ("many", ("1,048,576", "objects")),
     ):
         found = next(tmp_path.glob(f"{name}.*"))
         tracemalloc.start()

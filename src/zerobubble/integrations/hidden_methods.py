@@ -9,7 +9,7 @@ from zerobubble.errors import InputError
 
 
 def refuse_hidden_methods(cls: type, mixin: type, base: type, names: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Raises `InputError` if `mixin` replaces a method of a class between it and the framework's `base`.
+    """Raises `InputError` if `mixin` replaces a method of a class between it and the framework's `base`, or comes after `base`.
 
     Args:
         cls: The class that is made.
@@ -21,12 +21,22 @@ def refuse_hidden_methods(cls: type, mixin: type, base: type, names: tuple[str, 
     order = list(cls.__mro__)
     if base not in order:
         return
+    if order.index(base) < order.index(mixin):
+        raise InputError(
+            "{cls} would not train in a pipeline, since {base} comes before {mixin}",
+            cls=cls.__name__,
+            base=base.__name__,
+            mixin=mixin.__name__,
+            remedy=f"put {mixin.__name__} first",
+        )
     between = order[order.index(mixin) + 1 : order.index(base)]
     hidden = {kind: [f"{kind.__name__}.{name}" for name in names if name in vars(kind)] for kind in between}
     hidden = {kind: left for kind, methods in hidden.items() if (left := [method for method in methods if method not in known])}
     if not hidden:
         return
-    remedy = "derive the class that has it from PipelineTrainer, and let it call super()"
+    kind = next(iter(hidden))
+    bases = ", ".join(parent.__name__ for parent in (mixin, *kind.__bases__))
+    remedy = f"write class {kind.__name__}({bases}), let its methods call super(), and train with it"
     if libraries := [kind for kind in hidden if _is_of_library(kind)]:
         remedy = f"no pipeline trains with {libraries[0].__name__}; derive from PipelineTrainer, and compute its loss in compute_loss"
     raise InputError(

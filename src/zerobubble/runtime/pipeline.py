@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerobubble.arguments import Wanted, require, takes
+from zerobubble.arguments import Wanted, optional, require, takes
 from zerobubble.costs import Costs
 from zerobubble.display import clipped
 from zerobubble.error_reports.uncaught import explain_none, report_exit
@@ -290,6 +290,8 @@ class Pipeline(RefusesModuleCalls):
         which closes the pipeline, unless the first rank gets them, too: other ranks compare sizes once the step has begun. So are targets
         that cannot be split if the first rank was not given any.
         """
+        with self._steps.refusing():
+            require("scaler", scaler, optional(torch.amp.GradScaler))
         return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
 
     def order_ahead(self, inputs: list[Any]) -> None:

@@ -16,6 +16,8 @@ from zerobubble.whole_files import read_whole, unusable
 
 MOST_BYTES = 1_000_000_000
 """The most bytes of an unpacked trace: reading one takes about ten times as much memory."""
+MOST_OBJECTS = 20_000_000
+"""The most objects and lists of a trace: an empty one takes 20 times as much memory as text."""
 HOW_TO_NAME = (
     "PyTorch names the passes of schedules with several stages per rank; for the others call zb.io.name_passes(stage) before training, "
     "and record a new trace"
@@ -99,12 +101,14 @@ def _text(file: str) -> str:
         raise InputError("cannot unpack {file}: {reason}", file=str(file), reason=str(error)) from error
     except OSError as error:
         raise unusable("read", file, error) from error
+    remedy = "profile fewer steps, without with_stack and record_shapes"
     if data is None:
         unpacked = " once unpacked" if is_packed else ""
-        message = "{file} has more than {limit:,} bytes{unpacked}"
         raise InputError(
-            message, file=str(file), limit=MOST_BYTES, unpacked=unpacked, remedy="profile fewer steps, without with_stack and record_shapes"
+            "{file} has more than {limit:,} bytes{unpacked}", file=str(file), limit=MOST_BYTES, unpacked=unpacked, remedy=remedy
         )
+    if data.count(b"{") + data.count(b"[") > MOST_OBJECTS:
+        raise InputError("{file} has more than {limit:,} objects and lists", file=str(file), limit=MOST_OBJECTS, remedy=remedy)
     try:
         return data.decode("utf-8-sig")
     except ValueError as error:

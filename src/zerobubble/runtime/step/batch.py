@@ -89,6 +89,7 @@ def split_batch(
         return _from_list(batch, num_microbatches, what, gradients)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     tensors, structure = flatten_pytree(batch, opaque=True)
+    _refuse_meta(tensors, what)
     named = NamedBatch(what, tensors, structure, names)
     dims = _dims_in(named, batch_dims)
     size = _batch_size(named, dims, num_microbatches)
@@ -98,6 +99,13 @@ def split_batch(
     structures = cut_structures(named, rows, batch_dims, is_cut)
     microbatches = [unflatten_pytree(own, iter(of_one)) for own, of_one in zip(structures, zip(*parts, strict=True), strict=True)]
     return SplitBatch(microbatches, [own.stop - own.start for own in rows], size)
+
+
+def _refuse_meta(tensors: Sequence[Tensor], what: str) -> None:
+    """Raises `InputError` for tensors without values."""
+    if any(tensor.is_meta for tensor in tensors):
+        message = "{argument} has a tensor on the meta device, which has no values"
+        raise InputError(message, argument=what, remedy="give tensors with values")
 
 
 def dim_named(tensor: Tensor, name: str, batch_dims: BatchDims) -> int | None:
@@ -197,6 +205,7 @@ def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: In
         if not (isinstance(item, (Tensor, tuple, list, Mapping)) or is_plain_dataclass(item)) or not tensors:
             remedy = FROM_NUMPY if type(item).__name__ == "ndarray" else ""
             raise wrong(f"microbatch {j} of {what}", item, "a tensor, or a tuple or dict with tensors", remedy)
+        _refuse_meta(tensors, f"microbatch {j} of {what}")
         microbatches.append(unflatten_pytree(structure, (gradients.part(tensor, what) for tensor in tensors)))
         sizes.append(len(item) if _has_samples(item) else next((tensor.size(0) for tensor in tensors if tensor.dim()), 1))
     return SplitBatch(microbatches, sizes, GIVEN_AS_LIST)
