@@ -301,7 +301,7 @@ def _goes_back(func: Any, sources: Sources) -> InputError:
         function=func.__name__,
         line=line_of_call(),
         sources=named(sources),
-        remedy="call it inside of a part, or in loss_fn",
+        remedy="call it in loss_fn, or write the stages yourself, for zb.Pipeline(build, ...)",
     )
 
 
