@@ -1,4 +1,4 @@
-"""Annealing of orders: moves passes along their rows, and sometimes accepts longer schedules.
+"""Annealing of orders: makes the moves of `moves`, and sometimes accepts longer schedules.
 
 Every move is played exactly, but only from the first time that it can affect, and only until it is known to be rejected.
 """
@@ -10,20 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
+from zerobubble.planning.kernels.moves import CHANGED_STEPS, change_step, first_start_from, shift
 from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, initial_play_state, makespan_of, play_rows, update_held
 from zerobubble.planning.kernels.tables import Ints, Tables
-
-MAX_SHIFT = 24
-"""The most passes that a move crosses."""
-
-INTO_GAP = 0.4
-"""Fraction of moves that pull a pass into idle time."""
-
-ANY_PASS = 0.15
-"""Fraction of moves of any pass; the others move a pass of the critical path."""
-
-SHIFT_BACK = 0.3
-"""Fraction of moves that exchange two passes: the last one passed over moves back."""
 
 
 @compiled
@@ -33,13 +22,16 @@ def seed_random(seed: int) -> None:
 
 
 class MoveScratch(NamedTuple):
-    """Scratch space of moves: the times of the rows before the move, the position from which each rank is replayed, and a critical path."""
+    """Scratch space of moves: the rows before the move with their times, the position from which each rank is replayed, and a critical
+    path.
+    """
 
-    end: Ints
-    idle: Ints
+    before: Rows
     resume: Ints
     path: Ints
     play: PlayState
+    changed: Ints
+    """Two numbers: the first position that the move changes, and the position after the last."""
     makespan: Ints
     """One number: the makespan (ns) of the best order, which breaks ties. 0 disables this."""
     played: Ints
@@ -49,8 +41,13 @@ class MoveScratch(NamedTuple):
 def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
     """Returns scratch space to move passes of `rows`, which have been played."""
     resume, path = np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code)
-    play, makespan, played = initial_play_state(tables), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    return MoveScratch(rows.end.copy(), rows.idle.copy(), resume, path, play, makespan, played)
+    one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
+    return MoveScratch(copy_of(rows), resume, path, initial_play_state(tables), two, one, one.copy())
+
+
+def copy_of(rows: Rows) -> Rows:
+    """Returns a copy of rows and their times."""
+    return Rows(*(column.copy() for column in rows))
 
 
 # The loop over moves is one function, since what it keeps from move to move (cost, critical path) must stay in registers.
@@ -59,7 +56,7 @@ def anneal(
     tables: Tables,
     rows: Rows,
     scratch: MoveScratch,
-    best: Ints,
+    best: Any,
     goal: Any,
     target: Any,
     cost: float,
@@ -70,52 +67,88 @@ def anneal(
 ) -> tuple[Any, float, int]:
     """Tries `moves` moves on `rows` while the temperature (ns) falls from `hot` to `cold`. `cost` is the current cost of `rows`.
 
-    `scratch` holds the times of `rows`. `goal` is the time of the longest rank of the order `best` in ns. Better orders replace both. The
-    search ends when `goal` reaches `target`. Returns the goal, the cost of `rows`, and the number of moves tried. `play_rows` describes the
-    cost and its `share`.
+    `scratch` holds a copy of `rows`. `goal` is the time of the longest rank in ns of `best`, which are codes, or rows if passes may share
+    steps. Better ones replace both. The search ends when `goal` reaches `target`. Returns the goal, the cost of `rows`, and the number of
+    moves tried. `play_rows` describes the cost and its `share`.
     """
     path_length = 0
     for tried in range(moves):
         temperature = hot * (cold / hot) ** (tried / moves)
-        start, stop, path_length = draw_move(tables, rows, scratch.path, path_length)
-        rank = tables.codes[rows.code[start]].rank
-        stop = move_pass(tables, rows, rank, start, stop)
-        if stop == start:
+        scratch.changed[0], scratch.changed[1] = len(rows.code), 0
+        if tables.steps and np.random.random() < CHANGED_STEPS:
+            rank = change_step(tables, rows, scratch.changed)
+        else:
+            rank, path_length = shift(tables, rows, scratch.path, path_length, scratch.changed)
+        low, high = changed_range(tables, rows, scratch, rank)
+        if low >= high:
             continue
-        back_from, back_to = start, start
-        if np.random.random() < SHIFT_BACK:
-            back_from = stop - 1 if stop > start else stop + 1
-            back_to = move_pass(tables, rows, rank, back_from, start)
-        low, high = min(start, stop, back_from, back_to), max(start, stop, back_from, back_to) + 1
-        if tables.joins:  # a neighbor of those that moved may now be next to its B or W, or no longer
-            low, high = max(low - 1, tables.ranks[rank].first), min(high + 1, tables.ranks[rank].stop)
         accepted = update_held(tables, rows, rank, low, high)
         if accepted:
             cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
             longest, new_cost = play_from(tables, rows, scratch, rank, low, share, cutoff)
             accepted = longest >= 0
         if not accepted:
-            if back_to != back_from:
-                move_pass(tables, rows, rank, back_to, back_from)
-            move_pass(tables, rows, rank, stop, start)
-            update_held(tables, rows, rank, low, high)
+            copy_range(tables, rows, scratch.before, low, high)
             continue
+        copy_range(tables, scratch.before, rows, low, high)
         path_length, cost = 0, new_cost
         if longest < goal or (longest == goal and makespan_of(tables, rows.end) < scratch.makespan[0]):
             goal = longest
             if scratch.makespan[0] > 0:
                 scratch.makespan[0] = makespan_of(tables, rows.end)
-            copy_into(best, rows.code)
+            keep(tables, rows, best)
             if goal <= target:
                 return goal, cost, tried + 1
     return goal, cost, moves
 
 
 @inlined
+def keep(tables: Tables, rows: Rows, best: Any) -> None:
+    """Writes the codes of `rows` into `best`, or if passes may share steps all of the rows but their times."""
+    if tables.steps:
+        copy_into(best.code, rows.code)
+        copy_into(best.microbatch, rows.microbatch)
+        copy_into(best.where, rows.where)
+        copy_into(best.glued, rows.glued)
+    else:
+        copy_into(best, rows.code)
+
+
+@inlined
+def changed_range(tables: Tables, rows: Rows, scratch: MoveScratch, rank: int) -> tuple[int, int]:
+    """Returns the first position whose memory or time a move may change, and the position after the last."""
+    low, high = scratch.changed[0], scratch.changed[1]
+    first, stop = tables.ranks[rank].first, tables.ranks[rank].stop
+    if tables.joins and low < high:  # a neighbor of those that moved may now be next to its B or W, or no longer
+        low, high = max(low - 1, first), min(high + 1, stop)
+    while tables.steps and first < low < high and (rows.glued[low - 1] or scratch.before.glued[low - 1]):
+        low -= 1
+    while tables.steps and low < high < stop and (rows.glued[high - 1] or scratch.before.glued[high - 1]):
+        high += 1
+    return low, high
+
+
+@inlined
+def copy_range(tables: Tables, into: Rows, rows: Rows, low: int, high: int) -> None:
+    """Copies the passes of a range and their memory, which are a permutation of those in `into`."""
+    for at in range(low, high):
+        one = rows.code[at] * tables.microbatches + rows.microbatch[at]
+        into.code[at] = rows.code[at]
+        into.microbatch[at] = rows.microbatch[at]
+        into.held[at] = rows.held[at]
+        into.where[one] = at
+        if tables.joins or tables.steps:
+            into.time[one] = rows.time[one]
+        if tables.steps:
+            into.glued[at] = rows.glued[at]
+
+
+@inlined
 def play_from(tables: Tables, rows: Rows, scratch: MoveScratch, rank: int, low: int, share: float, cutoff: float) -> tuple[int, float]:
     """Replays the rows from position `low` of `rank`, and on other ranks from the time at which the pass before it ends.
 
-    Returns the result of `play_rows`. Afterwards `rows` and `scratch` agree: on the new times, or on the old ones if the play is rejected.
+    Returns the result of `play_rows`. Afterwards `rows` and `scratch` agree on the times: the new ones, or the old ones if the play is
+    rejected.
     """
     resume, head = scratch.resume, scratch.play.head
     free = rows.end[low - 1] if low > tables.ranks[rank].first else 0
@@ -126,9 +159,9 @@ def play_from(tables: Tables, rows: Rows, scratch: MoveScratch, rank: int, low: 
     for r in range(len(tables.ranks)):
         scratch.played[0] += head[r] - resume[r]
         if longest >= 0:
-            copy_times(scratch.end, scratch.idle, rows.end, rows.idle, resume[r], head[r])
+            copy_times(scratch.before.end, scratch.before.idle, rows.end, rows.idle, resume[r], head[r])
         else:
-            copy_times(rows.end, rows.idle, scratch.end, scratch.idle, resume[r], head[r])
+            copy_times(rows.end, rows.idle, scratch.before.end, scratch.before.idle, resume[r], head[r])
     return longest, cost
 
 
@@ -138,123 +171,3 @@ def copy_times(into_end: Ints, into_idle: Ints, end: Ints, idle: Ints, start: in
     for at in range(start, stop):
         into_end[at] = end[at]
         into_idle[at] = idle[at]
-
-
-@inlined
-def move_pass(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> int:
-    """Moves the pass at position `start` towards `stop`, up to a pass that it must not cross. Returns its new position."""
-    stop = max(tables.ranks[rank].first, min(stop, tables.ranks[rank].stop - 1))
-    step = 1 if stop > start else -1
-    at = start
-    while at != stop:
-        before, following = min(at, at + step), max(at, at + step)
-        if must_follow(tables, rows, before, following):
-            break
-        swap(tables, rows, before, following)
-        at += step
-    return at
-
-
-@inlined
-def must_follow(tables: Tables, rows: Rows, before: int, following: int) -> bool:
-    """Whether two adjacent passes of a row cannot be exchanged."""
-    first, second = rows.code[before], rows.code[following]
-    if first == second:
-        return True
-    needs = tables.codes[second].predecessor == first or tables.codes[second].maker == first or tables.codes[first].successor == second
-    if not needs or rows.microbatch[before] != rows.microbatch[following]:
-        return False
-    at = rows.microbatch[before]
-    return not (tables.absent[first * tables.microbatches + at] or tables.absent[second * tables.microbatches + at])
-
-
-@inlined
-def swap(tables: Tables, rows: Rows, one: int, other: int) -> None:
-    """Exchanges two passes."""
-    code, microbatch, where = rows.code, rows.microbatch, rows.where
-    code[one], code[other] = code[other], code[one]
-    microbatch[one], microbatch[other] = microbatch[other], microbatch[one]
-    where[code[one] * tables.microbatches + microbatch[one]] = one
-    where[code[other] * tables.microbatches + microbatch[other]] = other
-
-
-@inlined
-def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
-    """Returns the first position of `rank` whose pass starts at `time` or later. No earlier pass waits for one that starts then."""
-    low, high = tables.ranks[rank].first, tables.ranks[rank].stop
-    while low < high:
-        middle = (low + high) // 2
-        one = rows.code[middle] * tables.microbatches + rows.microbatch[middle]
-        if rows.end[middle] - rows.time[one] < time:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@inlined
-def draw_move(tables: Tables, rows: Rows, path: Ints, path_length: int) -> tuple[int, int, int]:
-    """Returns a pass to move, its target, and the length of the critical path in `path`, which is computed if needed and 0."""
-    kind = np.random.random()
-    if kind < INTO_GAP:
-        start, stop = draw_move_into_gap(tables, rows)
-        return start, stop, path_length
-    if kind < 1 - ANY_PASS:
-        if path_length == 0:
-            path_length = critical_path(tables, rows, path)
-        start = path[np.random.randint(path_length)]
-    else:
-        start = np.random.randint(len(rows.code))
-    return start, start + np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1), path_length
-
-
-@inlined
-def draw_move_into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
-    """Returns a pass to pull into the first gap after a random position, and the position of the gap."""
-    gap = np.random.randint(len(rows.code))
-    last = tables.ranks[tables.codes[rows.code[gap]].rank].stop - 1
-    while gap < last and (gap == 0 or rows.idle[gap] == rows.idle[gap - 1]):
-        gap += 1
-    wish = rows.code[min(gap + 1 + np.random.randint(MAX_SHIFT), last)]
-    start = gap
-    while start < last and rows.code[start] != wish:
-        start += 1
-    return start, gap
-
-
-@inlined
-def last_of_longest(tables: Tables, rows: Rows) -> int:
-    """Returns the position of the last pass of the longest rank."""
-    worst, longest = 0, -1
-    for r in range(len(tables.ranks)):
-        length = tables.ranks[r].work + rows.idle[tables.ranks[r].stop - 1]
-        if length > longest:
-            worst, longest = r, length
-    return tables.ranks[worst].stop - 1
-
-
-@inlined
-def critical_path(tables: Tables, rows: Rows, path: Ints) -> int:
-    """Fills `path` with the positions of the critical path of the longest rank, last first. Returns their number.
-
-    If both the pass before in the row and a message delay a pass, either may be on the path.
-    """
-    at, length = last_of_longest(tables, rows), 0
-    while True:
-        path[length] = at
-        length += 1
-        code = rows.code[at]
-        rank, need = tables.codes[code].rank, tables.codes[code].maker
-        one = code * tables.microbatches + rows.microbatch[at]
-        start = rows.end[at] - rows.time[one]
-        ahead = tables.ahead[one]
-        in_row = at > tables.ranks[rank].first and rows.end[at - 1] + ahead == start
-        if need >= 0:
-            source = rows.where[need * tables.microbatches + rows.microbatch[at]]
-            by_message = rows.end[source] + tables.codes[code].lag == start
-            if by_message and not (in_row and np.random.random() < 0.5):
-                at = source
-                continue
-        if not in_row:
-            return length
-        at -= 1

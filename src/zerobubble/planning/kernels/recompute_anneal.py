@@ -15,8 +15,9 @@ import numpy as np
 
 from zerobubble.costs import NONE, Level
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.kernels.anneal import MoveScratch, anneal, move_scratch, seed_random, swap
+from zerobubble.planning.kernels.anneal import MoveScratch, anneal, copy_range, copy_times, move_scratch, seed_random
 from zerobubble.planning.kernels.compiled import compiled, inlined
+from zerobubble.planning.kernels.moves import swap
 from zerobubble.planning.kernels.play import Rows, copy_into, replay, rows_of
 from zerobubble.planning.kernels.portfolio import SMALL, TEMPERATURES
 from zerobubble.planning.kernels.priorities import mean_pass
@@ -244,8 +245,8 @@ def change_and_move(
                     goal = longest
                     keep(tables, rows, choice, best)
         replay(tables, rows, scratch.play, share, np.inf)
-        copy_into(scratch.end, rows.end)
-        copy_into(scratch.idle, rows.idle)
+        copy_range(tables, scratch.before, rows, 0, len(rows.code))
+        copy_times(scratch.before.end, scratch.before.idle, rows.end, rows.idle, 0, len(rows.code))
         before = goal
         goal, cost, tried = anneal(tables, rows, scratch, best.order, goal, target, cost, share, temperature, temperature, MOVES)
         used += tried

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 PLANNED = (Kind.F, Kind.B, Kind.W)
 """The kinds of a plan. A BW is never better than separate B and W if it takes no less time and memory suffices for the bytes that B leaves
-to W. Otherwise see `step_rows`.
+to W. Otherwise see `Steps`.
 """
 
 _MAKER = {value_kind: kind for kind in PLANNED for value_kind in traits_of(kind).makes}
@@ -43,6 +43,25 @@ RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "fo
 """The properties of a rank: start and end of its row among all rows, its limit in bytes, its work in ns, its part of `forwards`."""
 
 Records = NDArray[np.void]
+
+
+class Steps(NamedTuple):
+    """What passes that share a step take: B with its own W (a BW, see `Costs.fused`), or F of one microbatch with B or BW of another (an
+    overlapped pair, see `Costs.hidden`). By stage unless stated otherwise, in ns.
+    """
+
+    fuses: bool
+    """Whether some BW takes less time than its B and W separately."""
+    pairs: bool
+    """Whether some overlapped pair takes less time than its two passes one after the other."""
+    fused: Ints
+    """The time of BW."""
+    hidden: Ints
+    """The time that a pair with F of a stage saves."""
+    joins: Ints
+    """1 if a BW can be better than B followed by W: it takes less time, hides more of an F, or needs less memory."""
+    least: Ints
+    """For each code, the least that a pass adds to the work of its rank."""
 
 
 class Tables(NamedTuple):
@@ -78,6 +97,8 @@ class Tables(NamedTuple):
     """The extra bytes that the rank holds during a pass, compared with after it, at the same indices."""
     absent: Ints
     """1 for a pass that is left out, else 0, at the same indices. Such a pass has no effect and may change places with any other."""
+    steps: Any = ()
+    """`Steps` if passes may share steps, else empty: kernels are compiled with steps or without them."""
 
     @property
     def size(self) -> int:
@@ -85,20 +106,24 @@ class Tables(NamedTuple):
         return self.microbatches * len(self.codes)
 
 
-def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
-    """Returns the arrays of `problem`. With `joins`, schedules may have joined B and W if memory requires it."""
+def tables_of(problem: Problem, *, joins: bool = False, steps: bool = False) -> Tables:
+    """Returns the arrays of `problem`. With `joins`, schedules may have joined B and W if memory requires it, and with `steps` steps of
+    several passes, for equal microbatches.
+    """
     ranks_of_stages = problem.placement.routes[0]
     codes = codes_of(problem)
     chain = _chain(codes)
     time, held, ahead, over = _of_passes(problem, codes)
     begins = [code for code in chain if codes["predecessor"][code] < 0]
+    shared = _steps(problem, codes) if steps else ()
+    least = np.repeat(shared.least, problem.num_microbatches) if shared else time + ahead
     return Tables(
         problem.num_microbatches,
         problem.slices,
         problem.objective is Objective.MAKESPAN,
         joins and bool(codes["grows"].any()),
         codes,
-        _ranks(problem, codes, time + ahead),
+        _ranks(problem, codes, least),
         _ints(sorted(begins, key=lambda code: ranks_of_stages[code % len(ranks_of_stages)])),
         _ints(chain),
         time,
@@ -106,7 +131,20 @@ def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
         ahead,
         over,
         np.zeros_like(over),
+        shared,
     )
+
+
+def _steps(problem: Problem, codes: Records) -> Steps:
+    costs, home = problem.costs, problem.placement.routes[0]
+    stages = range(len(home))
+    whole, apart = ([sum(costs.time(kind, s) for kind in kinds) for s in stages] for kinds in ((Kind.BW,), (Kind.B, Kind.W)))
+    hidden = costs.hidden or (0,) * len(home)
+    most = [max(time for time, rank in zip(hidden, home, strict=True) if rank == own) for own in home]
+    joins = [whole[s] < apart[s] or most[s] > costs.backward[s] or costs.held_after_b[s] > costs.held_after_f[s] for s in stages]
+    saved = [*hidden, *(0 for _ in stages), *(max(0, apart[s] - whole[s]) for s in stages)]
+    fuses, pairs = any(whole[s] < apart[s] for s in stages), any(hidden)
+    return Steps(fuses, pairs, _ints(whole), _ints(hidden), _ints(joins), codes["time"] - _ints(saved))
 
 
 def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints]:

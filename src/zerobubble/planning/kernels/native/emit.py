@@ -239,7 +239,8 @@ class _Walk(Expressions):
         self.begin(head)
         test = self.truth(node.test)
         if isinstance(test, Known):
-            assert test.value, "a loop that never runs"
+            if not test.value:
+                return
         else:
             self.end(f"br i1 {test.words[0]}, label %{body}, label %{after}")
             self._left.add(after)

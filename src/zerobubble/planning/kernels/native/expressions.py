@@ -106,6 +106,8 @@ class Expressions(Lines):
             return Value(BOOL, (self.put(f"icmp ne i64 {given.words[0]}, 0"),))
         if given.type is FLOAT:
             return Value(BOOL, (self.put(f"fcmp une double {given.words[0]}, 0.0"),))
+        if isinstance(given.type, Several):
+            return Known(bool(given.type.parts))
         raise self.fault("this is neither true nor false")
 
     # Names, numbers, tuples
