@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from transformers import (
     PretrainedConfig,
     TrainingArguments,
 )
+from transformers.training_args import ParallelMode
 
 import zerobubble as zb
 from tests.integrations.ranks import cases_played, outcomes, run_program
@@ -42,6 +45,7 @@ from tests.thinned import long_if
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.integrations.trainer_checkpoint import load_optimizer_of_one_device
+from zerobubble.integrations.trainer_data import args_with
 from zerobubble.integrations.trainer_run import read_run
 from zerobubble.integrations.transformers import FOLDER, PipelineTrainer
 
@@ -142,6 +146,27 @@ def test_three_ranks_go_on_from_a_checkpoint_of_two(pipelined: Path, reference: 
     assert_same_weights(tmp_path, reference, "saved")
 
 
+@pytest.mark.parametrize(("rank", "first", "ranks"), [(0, 0, 1), (1, 0, 2), (2, 0, 3), (2, 1, 3)])
+def test_ranks_draw_as_the_first_of_their_pipeline_in_the_run_that_saved(rank: int, first: int, ranks: int, tmp_path: Path) -> None:
+    saved = []
+    for number in range(2):
+        torch.manual_seed(number)
+        saved.append(torch.get_rng_state())
+        state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": saved[-1]}
+        torch.save(state, tmp_path / f"rng_state_{number}.pth")
+    mode = ParallelMode.DISTRIBUTED if ranks > 1 else ParallelMode.NOT_DISTRIBUTED
+
+    class OnRank(PipelineTrainer):
+        args = args_with(TrainingArguments(str(tmp_path), use_cpu=True), process_index=rank, world_size=ranks, parallel_mode=mode)
+        _ranks_of_pipeline = frozenset(range(first, ranks))
+
+        def __init__(self) -> None: ...
+
+    torch.manual_seed(9)
+    OnRank()._load_rng_state(str(tmp_path))
+    assert torch.equal(torch.get_rng_state(), saved[first])
+
+
 @pytest.mark.feature("resuming from Trainer on one device")
 @pytest.mark.parametrize("case", ["saved", "own optimizer"])
 def test_a_pipeline_goes_on_from_a_checkpoint_of_one_device(case: str, reference: Path, tmp_path: Path) -> None:
@@ -171,9 +196,11 @@ def test_an_optimizer_that_a_pipeline_cannot_load_is_refused(tmp_path: Path) -> 
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer = torch.optim.Adam(parameters[:1])
     load_optimizer_of_one_device(str(tmp_path), optimizer, [parameters])
-    (tmp_path / "scheduler.pt").touch()
-    with raises(InputError, str(tmp_path), "resume_from_checkpoint"):
-        load_optimizer_of_one_device(str(tmp_path), optimizer, [parameters])
+    for file in ("global_step10", "scheduler.pt"):  # DeepSpeed has a scheduler of its own
+        (tmp_path / file).touch()
+        with raises(InputError, str(tmp_path), "resume_from_checkpoint"):
+            load_optimizer_of_one_device(str(tmp_path), optimizer, [parameters])
+        (tmp_path / file).unlink()
     torch.save(torch.optim.Adam(parameters[:2]).state_dict(), tmp_path / "optimizer.pt")
     with raises(InputError, str(tmp_path / "optimizer.pt"), [2], [3]):
         load_optimizer_of_one_device(str(tmp_path), optimizer, [parameters])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from torch.utils import _pytree as pytree
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from zerobubble.errors import InputError
+
+_OF_DEEPSPEED = "global_step*"
+"""The folder in which DeepSpeed saves the optimizer and a scheduler of its own."""
 
 
 def load_optimizer_of_one_device(checkpoint: str, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
@@ -25,8 +29,8 @@ def load_optimizer_of_one_device(checkpoint: str, optimizer: torch.optim.Optimiz
     file = os.path.join(checkpoint, OPTIMIZER_NAME)
     remedy = "to start with a new optimizer and schedule, load the model from this folder and leave out resume_from_checkpoint"
     if not os.path.isfile(file):
-        if os.path.isfile(os.path.join(checkpoint, SCHEDULER_NAME)):
-            message = "{path} has a scheduler, and no optimizer that a pipeline can load"
+        if glob.glob(os.path.join(glob.escape(checkpoint), _OF_DEEPSPEED)) or os.path.isfile(os.path.join(checkpoint, SCHEDULER_NAME)):
+            message = "{path} has states of training, and no optimizer that a pipeline can load"
             raise InputError(message, path=checkpoint, remedy=f"save it with Trainer on one device or with PipelineTrainer; {remedy}")
         return
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -565,10 +565,15 @@ class PipelineMixin(_Trainer):
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Loads the random states like Trainer: from a checkpoint of one process, the same on every rank."""
-        is_of_one = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, "rng_state.pth"))
-        args = args_with(self.args, world_size=1, parallel_mode=ParallelMode.NOT_DISTRIBUTED) if is_of_one else self.args
-        with replaced(self, args=args):
+        """Loads the random states of the first rank of this pipeline like Trainer: the ranks of a pipeline draw the same batches.
+
+        From a checkpoint of one process, every rank loads the same.
+        """
+        properties: dict[str, Any] = {"world_size": 1, "parallel_mode": ParallelMode.NOT_DISTRIBUTED}
+        if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, "rng_state.pth")):
+            properties = {"world_size": max(2, self.args.world_size), "parallel_mode": ParallelMode.DISTRIBUTED}
+            properties["process_index"] = min(self._ranks_of_pipeline)
+        with replaced(self, args=args_with(self.args, **properties)):
             super()._load_rng_state(checkpoint)
 
     # Options that a pipeline does not support
