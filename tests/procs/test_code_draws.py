@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +15,10 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.ranks import Ranks
+from tests.refusals import raises
+from zerobubble.models.stages.shared_draws import LateDraws
+from zerobubble.runtime.values.python_places import GeneratorState, generator_place
+from zerobubble.runtime.values.python_state import PythonState
 from zerobubble.schedules import with_recompute
 
 WIDTH, MICROBATCHES, STEPS = 6, 4, 3
@@ -313,6 +319,40 @@ def test_draws_that_begin_in_a_later_step_are_refused_in_that_step(
         assert "InputError" in error
         assert generator in error
         assert are_same
+
+
+def late_draws(draw: Callable[[], object], forwards: int, generators: dict[str, GeneratorState]) -> None:
+    """Draws behind a part, once in each forward."""
+    late = LateDraws(generators, torch.device("cpu"), None)
+    for _ in range(forwards):
+        late.begin()
+        late.leave_unit("layers.0", 1)
+        draw()
+        late.leave_code(1)
+
+
+def test_one_late_draw_from_a_generator_of_the_model_is_refused() -> None:
+    own = random.Random(0)
+    place = generator_place("own", own)
+    assert place is not None
+    with raises(zb.InputError, "own", "layers.0"):
+        late_draws(own.random, 1, {"own": place})
+    late_draws(random.random, 3, {"own": place})
+
+
+def test_draws_of_a_thread_from_a_global_generator_are_not_those_of_the_model() -> None:
+    found = PythonState(nn.Identity()).generators()["random"]
+    late_draws(random.random, 1, {"random": found})
+    with raises(zb.InputError, "Python", "layers.0"):
+        late_draws(random.random, 2, {"random": found})
+    ends = threading.Event()
+    thread = threading.Thread(target=lambda: all(random.random() < 1 for _ in iter(lambda: ends.wait(0.001), True)))
+    thread.start()
+    try:
+        late_draws(lambda: time.sleep(0.01), 20, {"random": found})
+    finally:
+        ends.set()
+        thread.join()
 
 
 def scheduled(model: DropsLater, step: Callable[..., Tensor], parameters: Iterable[nn.Parameter]) -> list[float]:

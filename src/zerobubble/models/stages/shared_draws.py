@@ -11,6 +11,7 @@ they advance with those of the first stage; others stay as they are. Units must 
 from __future__ import annotations
 
 import json
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -24,12 +25,13 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.drawn_around import REMEDY, drawn_by_both
 from zerobubble.runtime.device import interface
 from zerobubble.runtime.values.python_places import Content, GeneratorState, generator_place
-from zerobubble.runtime.values.python_state import TORCH, PythonState, named_generators
+from zerobubble.runtime.values.python_state import GENERATORS, TORCH, PythonState, named_generators
 from zerobubble.runtime.values.random_state import RandomState, generators_of, seed_generators
 
 States = dict[str, Content]
 """States of generators, by path."""
 _BYTES = "base64"
+_SECONDS_OF_WAITING = 0.05
 DrawsMessage = tuple[Tensor | None, Tensor | None]
 """The seed of torch's random numbers, and the states of other generators as text; None without such numbers."""
 
@@ -119,7 +121,8 @@ class LateDraws:
     """Refuses draws of the code around the units where it drew none when it was observed, since each stage would draw its own numbers.
 
     `generators` are those that stages do not share, by path. Torch's of the CPU and of `device` may move at these `places` (see
-    `Dataflow`), anywhere if these are None. A thread of the user may draw meanwhile: a generator must move twice, within two forwards.
+    `Dataflow`), anywhere if these are None. A thread of the user may draw meanwhile from a global generator: it must move twice, within two
+    forwards, and not while this thread waits.
     """
 
     def __init__(self, generators: Mapping[str, GeneratorState], device: torch.device, places: frozenset[int] | None) -> None:
@@ -156,8 +159,16 @@ class LateDraws:
             if path == TORCH and not self._places.isdisjoint(range(self._num_calls, num_calls + 1)):
                 continue
             last, self._moved[path] = self._moved.get(path, -1), self._forwards
-            if last >= self._forwards - 1:
+            if path not in (TORCH, *GENERATORS) or (last >= self._forwards - 1 and not self._moves_meanwhile(path)):
                 raise self._drawn(path)
+
+    def _moves_meanwhile(self, path: str) -> bool:
+        """Returns whether another thread draws from a generator, which then gives no numbers that one device could repeat, either."""
+        mark = self._marks[self._paths.index(path)]
+        before, end = mark(), time.monotonic() + _SECONDS_OF_WAITING
+        while mark() == before and time.monotonic() < end:
+            time.sleep(_SECONDS_OF_WAITING / 50)
+        return bool(mark() != before)
 
     def _drawn(self, path: str) -> InputError:
         return InputError(
