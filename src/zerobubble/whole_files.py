@@ -12,18 +12,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
 
-from zerobubble.errors import InputError, near
+from zerobubble.errors import InputError, near, nearest
 
 PIECE_BYTES = 1 << 20
 
-
-SUFFIXES = frozenset(
-    (
-        *(".txt", ".json", ".csv", ".yaml", ".yml", ".xml", ".docx"),
-        *(".svg", ".png", ".html", ".htm", ".jpg", ".jpeg", ".webp", ".pdf", ".gif"),
-    )
-)
-"""The suffixes that say what is in a file."""
+_PICTURES = frozenset((".svg", ".png", ".jpg", ".jpeg", ".webp", ".pdf", ".gif"))
+"""The suffixes of pictures, with those that other programs write."""
 
 _WRITTEN_BY = {
     "config.json": "copy it from the folder of a model of Transformers",
@@ -102,15 +96,21 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def require_suffix(file: str | Path, *suffixes: str) -> None:
-    """Raise `InputError` if the name of a file to write says that it has another content than files with these `suffixes`."""
+    """Raise `InputError` if a file to write has a suffix other than `suffixes`. The remedy has the suffixes that are near or alike."""
     ending = Path(file).suffix.lower()
-    if ending in SUFFIXES and ending not in suffixes:
-        raise InputError(
-            "{file} would not be a {file_type} file",
-            file=str(file),
-            file_type=ending[1:],
-            remedy=f"name it {Path(file).with_suffix(suffixes[0])}",
-        )
+    if not ending or ending in suffixes:
+        return
+    pictures = [suffix for suffix in suffixes if {suffix, ending} <= _PICTURES]
+    close = nearest(ending, suffixes)
+    meant = pictures or ([close] if close else suffixes)
+    *others, last = [str(Path(file).with_suffix(suffix)) for suffix in meant]
+    rest = f" (known are {', '.join(suffixes)})" if len(meant) < len(suffixes) else ""
+    raise InputError(
+        "{file} would not be a {file_type} file",
+        file=str(file),
+        file_type=ending[1:],
+        remedy=f"name it {', '.join(others)}{' or ' if others else ''}{last}{rest}",
+    )
 
 
 def require_writable(file: str | Path) -> None:

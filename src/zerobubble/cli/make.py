@@ -35,7 +35,7 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import lower
 from zerobubble.timeline import Timeline
 from zerobubble.view import Report, report_html
-from zerobubble.whole_files import SUFFIXES, write_bytes, write_text
+from zerobubble.whole_files import require_suffix, write_bytes, write_text
 
 LAYOUT = "megatron-layout"
 TORCHTITAN = "torchtitan"
@@ -57,7 +57,6 @@ PICTURES: dict[str, Callable[[Timeline], str | bytes]] = {
 """Forms with the times of passes, which need costs."""
 FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT, TORCHTITAN]
 FORMS_OF: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(SUFFIXES, ()),
     ".txt": ("text", "program", LAYOUT),
     ".json": ("json", "perfetto"),
     ".csv": ("torch-csv", *WITH_MESSAGES, TORCHTITAN),
@@ -90,9 +89,11 @@ class FormOptions:
         return "json" if self.as_json else self.form or "text"
 
     def of_file(self, output: str | None) -> FormOptions:
-        """Returns these options with the form of the suffix of `output`, if no form was asked for."""
-        forms = FORMS_OF.get(Path(output or "").suffix.lower())
-        return self if self.as_json or self.form or not forms else replace(self, form=forms[0])
+        """Returns these options with the form of the suffix of `output`, if no form was asked for. Raises for unknown suffixes."""
+        if self.as_json or self.form or not (ending := Path(output or "").suffix.lower()):
+            return self
+        require_suffix(output or "", *FORMS_OF)
+        return replace(self, form=FORMS_OF[ending][0])
 
     def check(self, output: str | None) -> None:
         """Raises if an option does not apply to the form, or if the suffix of `output` is that of another form."""
@@ -107,7 +108,7 @@ class FormOptions:
         if flags := given_flags("costs_file", *EQUAL_COSTS, "shares"):
             self._require_form(flags[0], *PICTURES)
         ending = Path(output or "").suffix.lower()
-        if self.name not in FORMS_OF.get(ending, (self.name,)):
+        if ending and self.name not in FORMS_OF.get(ending, ()):
             endings = [suffix for suffix, forms in FORMS_OF.items() if self.name in forms]
             right = Path(output or "").with_suffix(endings[0])
             raise InputError("--format {got} writes no {file_type} file", got=self.name, file_type=ending[1:], remedy=f"name it {right}")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
 from math import isnan
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -246,20 +245,23 @@ def misfit(flag: str, value: object, document: str) -> InputError:
     )
 
 
-def file_of(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
-    """Returns a callback for the name of a file to write, whose suffix, if any, must be one of `suffixes`."""
+def file_for(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
+    """Returns a callback for a file to write. It refuses suffixes other than `suffixes`, and files that cannot be written."""
 
-    def named(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-        ending = Path(value or "").suffix
-        if ending and ending.lower() not in suffixes:
-            right = Path(value or "").with_suffix(suffixes[0])
-            raise click.BadParameter(f"the output is not a {ending[1:]} file: name it {right}", ctx, param)
+    def checked(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            require_suffix(value, *suffixes)
+        except InputError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+        require_writable(value)
         return value
 
-    return named
+    return checked
 
 
-svg_file, html_file = file_of(".svg", ".png"), file_of(".html", ".htm")
+svg_file, html_file, output_file = file_for(".svg", ".png"), file_for(".html", ".htm"), file_for(".json")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout; errors stay on stderr.")
 width_option = click.option("--width", type=click.IntRange(40, 1000), metavar="N", help="Width of the picture in columns; the terminal's.")
 
@@ -358,32 +360,12 @@ class CostOptions(UnequalMicrobatches, EqualCosts):
         return None if self.costs_file is None else read_document(self.costs_file, COSTS)
 
 
-def file_for(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
-    """Returns a callback for a file to write. It refuses the suffix of another form than `suffixes`, and files that cannot be written."""
-
-    def checked(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-        if value is not None:
-            require_suffix(value, *suffixes)
-            require_writable(value)
-        return value
-
-    return checked
-
-
-output_file = file_for(".json")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PictureFiles:
     """The pictures to write, if any."""
 
     svg: str | None = option("--svg", callback=svg_file, metavar="FILE", help="Write the picture to this file, as SVG or PNG by its name.")
     html: str | None = option("--html", callback=html_file, metavar="FILE", help="Write a page with the picture and the figures.")
-
-    def __post_init__(self) -> None:
-        for file in (self.svg, self.html):
-            if file is not None:
-                require_writable(file)
 
 
 shape_options = option_group(Shape, "shape", WORK)
