@@ -244,9 +244,9 @@ class StepRunner:
         with self.guard.during("while handing back the gradients of inputs"):
             self._input_gradients.hand_back(step.divisor)
         self.step_hooks.end(step, compiled.stages)
+        self._refuse_loss(earlier)
         if self.cut_model.is_whole:
             self.cut_model.watch([parameter for parameter in self.parameters() if self.gradients.get(parameter) is not None])
-        self._refuse_loss(earlier)
         if not self._losses.requires_grad:
             self._refuse_to_train_nothing(compiled)
         return step.loss
