@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from zerobubble.models.observation.all_parameters import refuse_going_through, s
 from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
 from zerobubble.models.observation.drawn_around import DrawnAround
+from zerobubble.models.observation.equivalent_units import Place
+from zerobubble.models.observation.first_reads import recording_first_reads
 from zerobubble.models.observation.following import Follower, Snapshot, frozen_in, is_compound, modules_inside, places_in
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
@@ -48,6 +50,13 @@ from zerobubble.runtime.values.shared_values import sent
 
 _REMEMBERED = 64
 """Maximum number of kinds of arguments in the cache."""
+
+
+class FirstRead(NamedTuple):
+    """A `place` in the model that the unit `reader`, or the code around the units if that is empty, reads before it sets it."""
+
+    reader: str
+    place: Place
 
 
 class ObservedModel:
@@ -79,6 +88,7 @@ class ObservedModel:
         self._parameters: dict[str, Tensor] = {}
         self._stand_ins: dict[str, nn.Module] = {}
         self._flows.clear()
+        self.first_reads: set[FirstRead] = set()
         self._holders = _holders_of_buffers(units)
         self._model = assemble(model, units, self._stand_in, self._placeholder_parameter)
         show_all_parameters(self._model, model, units.around, self._current)
@@ -174,12 +184,14 @@ class ObservedModel:
                 collecting_losses() as added,
             ):
                 at_begin = self._states()
-                output = self._model(*args, **kwargs)
+                with recording_first_reads(self._copies) as read:
+                    output = self._model(*args, **kwargs)
                 observed.draws.leave_code(observed.num_calls)
                 self._note_changes(at_begin, observed.at_first_call or {})
                 sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)
             self._note_accumulated(lambda: self._run_again(args, kwargs, around, meta=meta))
         self._separate()
+        self.first_reads |= {FirstRead("", place) for place in read} | observed.first_reads()
         _refuse_losses(added)
         _refuse_changed_behind(source_tracker.changed_inside)
         _refuse_stale(source_tracker.used & observed.written)
@@ -429,6 +441,14 @@ class _Observed:
     @property
     def num_calls(self) -> int:
         return len(self._calls)
+
+    def first_reads(self) -> set[FirstRead]:
+        """Returns what the units read before they set it."""
+        return {
+            FirstRead(call.unit, Place(f"{call.unit}.{module}".rstrip("."), attribute))
+            for call, (*_, seen, _) in self._calls.items()
+            for module, attribute in seen.first_reads
+        }
 
     def marked(self) -> tuple[str | None, ...]:
         """Returns the first units of stages, as marked by `pipe_split()` in the model's code."""

@@ -28,6 +28,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.copies import copy_of, other_tensors
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
 from zerobubble.models.observation.equivalent_units import Place, ResultCache, equivalents_of
+from zerobubble.models.observation.first_reads import recording_first_reads
 from zerobubble.models.observation.following import contents_of, modules_inside
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.recording import recording_separately, recording_state
@@ -57,13 +58,15 @@ class Seen(NamedTuple):
     `mark` is "before" or "behind" if it begins or ends with `pipe_split()` of torch.distributed.pipelining, else empty.
 
     The form covers the output, recorded outputs (`Recorded`) and entries put into mappings (`Put`). `changed` are the positions of the
-    argument tensors that it changes in place, `written` the names of its own buffers that it changes.
+    argument tensors that it changes in place, `written` the names of its own buffers that it changes, and `first_reads` the attributes of
+    its modules that it reads before it sets them.
     """
 
     form: OutputForm
     flops: int
     changed: tuple[int, ...]
     written: tuple[str, ...]
+    first_reads: frozenset[Place]
     mark: str = ""
 
 
@@ -109,6 +112,13 @@ class ShapeOnlyUnit:
         if now is before and contents_of(now) == self._contents.setdefault(name, contents_of(now)):
             return getattr(self.unit, name)
         return getattr(self.unit, name) if isinstance(now, (Tensor, nn.Module, MethodType)) or modules_inside(now) else now
+
+    def read_around(self) -> Iterator[Place]:
+        """Yields the attributes that code around the units has read, with all that are inside of a module among them."""
+        for name, value in self._read.items():
+            yield Place(self.name, name)
+            for path, module in value.named_modules(prefix=f"{self.name}.{name}") if isinstance(value, nn.Module) else ():
+                yield from (Place(path, own) for own in vars(module))
 
     def is_read_differently(self) -> bool:
         """Returns whether an attribute has changed since code around the units read it."""
@@ -255,7 +265,8 @@ class ShapeOnlyUnit:
         ):
             tried.append(made)
             try:
-                output = unit(*args, **kwargs)
+                with recording_first_reads(dict(unit.named_modules())) as first_reads:
+                    output = unit(*args, **kwargs)
             except Exception:
                 _put_back(unit, before)  # the next attempt must not find what this one has kept
                 raise
@@ -274,7 +285,7 @@ class ShapeOnlyUnit:
         )
         after = dict(unit.named_buffers())
         written = tuple(name for name, (buffer, version) in own.items() if after.get(name) is not buffer or buffer._version != version)
-        return Seen(form, counter.get_total_flops(), changed, written, made.mark())
+        return Seen(form, counter.get_total_flops(), changed, written, frozenset(first_reads), made.mark())
 
 
 def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], list[Any]]:

@@ -45,6 +45,7 @@ from zerobubble.models.observation.seen_tensors import show_on
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units
 from zerobubble.models.stages.code_values import CodeValues
+from zerobubble.models.stages.read_elsewhere import ReadElsewhere
 from zerobubble.models.stages.set_elsewhere import SetElsewhere
 from zerobubble.models.stages.shared_draws import CodeGenerators, DrawsMessage, DrawsMessages, LateDraws, SharedDraws, unpacked
 from zerobubble.models.stages.slice_cache import SliceArguments
@@ -409,6 +410,7 @@ def stage_model(
     own: dict[str, Any] = _calls_of(code) | {"model_parts": model_parts, "__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
     own |= {"follow_model": changes.follow_model, "has_state": changes.has_state, "give_back": changes.give_back}
     own |= {"set_elsewhere": elsewhere.attributes, "parts_elsewhere": elsewhere.parts, "set_by_other_parts": elsewhere.of_other_units}
+    own |= {"read_elsewhere": ReadElsewhere(model, observed, cut, stage, follower).state}
     made.__class__ = with_own(type(model), own)
     return made
 

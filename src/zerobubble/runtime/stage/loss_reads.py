@@ -18,6 +18,7 @@ from zerobubble.runtime.split.stage_with_loss import loss_module, stage_alone
 from zerobubble.runtime.stage.cut_model import CutModel, models_of
 from zerobubble.runtime.stage.hook_reads import HookReads, hook_fault
 from zerobubble.runtime.stage.loss_draws import LossDraws
+from zerobubble.runtime.stage.loss_writes import LossWrites
 from zerobubble.runtime.stage.set_attributes import SetAttribute, SetsElsewhere
 from zerobubble.runtime.values.refusing import Refusing, RefusingList
 from zerobubble.runtime.values.stored import ABSENT
@@ -31,7 +32,7 @@ _PENALTY = "add the gradient of a penalty after step, by p.grad.add_(...) for p 
 class LossReads:
     """Finds the reads of `loss_fn`, which the rank of the stage `last` calls. `fault` is the first fault of the current step.
 
-    `hooks` are the ones on parts of other stages. `draws` are the random numbers that it may not draw.
+    `hooks` are the ones on parts of other stages. `draws` are the random numbers that it may not draw, and `writes` what it may not set.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class LossReads:
         last: nn.Module | None = None,
         hooks: HookReads | None = None,
         draws: LossDraws | None = None,
+        writes: LossWrites | None = None,
     ) -> None:
         self.fault: InputError | None = None
         self.hooks = HookReads() if hooks is None else hooks
         self._cut_model = cut_model
         self._draws = draws
+        self._writes = writes
         self._last = None if last is None else stage_alone(last)
         self._refusing: dict[tuple[int, str, bool], Refusing | RefusingList] = {}
 
@@ -60,6 +63,8 @@ class LossReads:
                 stack.enter_context(self._replaced(self._last.set_elsewhere()))
             if self._draws is not None:
                 stack.enter_context(self._draws.refused(self.note))
+            if self._writes is not None:
+                stack.enter_context(self._writes.refused(self.note))
             yield
 
     def note(self, fault: InputError) -> InputError:

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
+from zerobubble.runtime.values.python_places import Place
+
 
 class SetAttribute(NamedTuple):
     """The attribute `name` of a module of the user's model, `path`, that forwards set to a value of this `kind`."""
@@ -15,6 +17,13 @@ class SetAttribute(NamedTuple):
     path: str
     name: str
     kind: type
+
+
+class ReadState(NamedTuple):
+    """The `places` of attributes, buffers and variables that forwards read, and the `names` in the user's code that they run."""
+
+    places: Sequence[Place]
+    names: frozenset[str]
 
 
 @runtime_checkable
@@ -27,6 +36,13 @@ class SetsElsewhere(Protocol):
 
     def set_by_other_parts(self) -> Sequence[SetAttribute]:
         """Returns those among them that parts of other stages set."""
+        ...
+
+    def read_elsewhere(self, *, includes_own: bool) -> ReadState:
+        """Returns the state of the user's model that forwards read before they set it.
+
+        Unless it `includes_own`, what only parts of this stage read is left out. The result is the same object until there is more.
+        """
         ...
 
     def parts_elsewhere(self) -> Mapping[str, nn.Module]:

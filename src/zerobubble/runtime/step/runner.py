@@ -38,6 +38,7 @@ from zerobubble.runtime.stage.cut_model import CutModel
 from zerobubble.runtime.stage.hook_reads import hook_fault
 from zerobubble.runtime.stage.loss_draws import LossDraws
 from zerobubble.runtime.stage.loss_reads import LossReads
+from zerobubble.runtime.stage.loss_writes import LossWrites
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.batch import StepInputs, as_target
@@ -128,8 +129,10 @@ class StepRunner:
         self.cut_model = CutModel(self.modules, peers.members[peers.rank], losses.loss_fn)
         last = self.schedule.num_stages - 1
         losses.comparison.is_on &= captured is None  # a replayed step calls no loss_fn
-        draws = LossDraws(losses.loss_fn, self.modules.get(last), on_several_ranks=len(self.schedule.placement.routes) > 1)
-        losses.reads = LossReads(self.cut_model, self.modules.get(last), stages.hook_reads(last), draws)
+        on_several_ranks = len(self.schedule.placement.routes) > 1
+        draws = LossDraws(losses.loss_fn, self.modules.get(last), on_several_ranks=on_several_ranks)
+        writes = LossWrites(self.cut_model, self.modules.get(last), on_several_ranks=on_several_ranks)
+        losses.reads = LossReads(self.cut_model, self.modules.get(last), stages.hook_reads(last), draws, writes)
         self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)
 
     @property

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import repeat
 from operator import is_, length_hint
 from types import GeneratorType, MemberDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,35 @@ class Items(Place):
 
     def write(self, content: Content) -> None:
         fill(self.owner, content)
+
+
+class Entry(NamedTuple):
+    """The entry `name` of a table, such as the attributes of an object, and its `path`."""
+
+    path: str
+    table: dict[str, Any]
+    name: str
+
+
+class Entries(Place):
+    """Entries of several tables. Reading one takes about 50 ns."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        super().__init__("", entries)
+        self._paths, self._tables, self._names = zip(*entries, strict=True)
+
+    def read(self) -> Content:
+        return tuple(map(dict.get, self._tables, self._names, repeat(ABSENT)))
+
+    def write(self, content: Content) -> None:
+        for table, name, value in zip(self._tables, self._names, content, strict=True):
+            if value is ABSENT:
+                table.pop(name, None)
+            else:
+                table[name] = value
+
+    def objects(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return zip(self._paths, content, strict=True)
 
 
 class Variables(Place):

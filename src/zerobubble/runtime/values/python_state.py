@@ -67,6 +67,11 @@ TORCH = "torch"
 _MOST_ENTRIES = 2000
 
 
+def global_generators() -> list[Any]:
+    """Returns the global generators of Python and, if it is imported, NumPy."""
+    return [random._inst, *([sys.modules["numpy"].random.mtrand._rand] if "numpy" in sys.modules else [])]
+
+
 def named_generators(names: Iterable[str]) -> str:
     """Describes generators by their paths."""
     of_libraries = dict(zip((*GENERATORS, TORCH), ("Python's random", "NumPy's global generator", "torch's generator"), strict=True))
@@ -81,7 +86,7 @@ class Snapshot(NamedTuple):
 
 
 class PythonState:
-    """The Python state that the code of `roots`, modules and functions, may change, except through the objects `left_out`.
+    """The Python state that the code of `roots`, modules, functions and places, may change, except through the objects `left_out`.
 
     The entries of containers with more than `most_entries` are assumed to be constant, such as those of data sets; the container is not.
     """
@@ -231,9 +236,7 @@ class _Finder:
         self.names: set[str] = set()
         modules = [root for root in roots if isinstance(root, nn.Module)]
         self._owned = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
-        self.visit(GENERATORS[0], random._inst)
-        if "numpy" in sys.modules:
-            self.visit(GENERATORS[1], sys.modules["numpy"].random.mtrand._rand)
+        self.visit_all(zip(GENERATORS, global_generators(), strict=False))
         for root in roots:
             self.visit("", root)
 
@@ -246,6 +249,9 @@ class _Finder:
     def visit(self, path: str, value: Any) -> None:
         """Adds the places of an object. Those of the objects that it holds follow when these are read."""
         if is_a(value, _ATOMS) or id(value) in self._seen:
+            return
+        if is_a(value, Place):
+            self.places.append(value)
             return
         if is_a(value, type):
             self._visit_class(value)
