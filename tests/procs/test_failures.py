@@ -297,6 +297,8 @@ def wrong_loops(group: Any) -> tuple[str, str, str]:
     """
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         inputs, targets = batch(4)
+        with raises(zb.InputError, "timeline", "step"):
+            pipe.timeline()
         loss = pipe.step(inputs, targets)
         with pytest.raises(zb.InputError) as backward:
             loss.backward()
@@ -317,7 +319,7 @@ def test_troubleshooting_names_the_errors_of_wrong_training_loops(world: Ranks) 
     for backward, seen, sizes in world.run(wrong_loops, ranks=2):
         assert backward.partition(",")[0] in page
         states(seen, "targets", 8, 4)
-        states(sizes, "rank 1", 8, 4)
+        states(sizes, "rank 0", "rank 1", 8, 4)
 
 
 def wrong_arguments(group: Any) -> str:

@@ -218,6 +218,15 @@ def test_the_root_cause_is_the_rank_that_is_gone_and_not_one_that_it_stopped(tmp
 
 
 @pytest.mark.long
+def test_a_rank_that_leaves_early_is_the_root_cause_with_what_it_left_out(tmp_path: Path) -> None:
+    """It has no error of its own, and torchrun ends it with SIGTERM before the other rank's error file is read."""
+    program = tmp_path / "train.py"
+    leaves = "if pipe.rank == 1:\n    pipe.close()\n    time.sleep(1000)\n"
+    program.write_text("import time\n" + FAILING[: FAILING.index("if pipe.rank")] + leaves + FAILING[FAILING.index("pipe.step") :])
+    assert screen_of(program)[-1].startswith("rank 1 kept the others waiting: it was closing the pipeline")
+
+
+@pytest.mark.long
 def test_the_page_on_failures_restarts_after_a_killed_rank(tmp_path: Path) -> None:
     """Its losses continue where the checkpoint ended, and no step is missing."""
     (tmp_path / "restart.py").write_text(programs_of("docs/failures.md")[0])

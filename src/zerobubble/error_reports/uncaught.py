@@ -39,6 +39,7 @@ _REMEDIES = {
     "ProcessGroupNCCL is only supported with GPUs": _INIT,
     "Unknown backend type": _INIT,
     "Default process group has not been initialized": _INIT,
+    "Pipeline is not an Optimizer": "give it the optimizer, made of pipe.parameters()",
 }
 """What to do about errors that torch raises in the first lines of a program, by a part of their text."""
 

@@ -57,7 +57,7 @@ class Saving:
             if self._failure:
                 raise InputError(self._failure)
             return
-        with self._ranks.activity("while saving a checkpoint"):
+        with self._ranks.activity("in zb.save"):
             self._failure = self._conclude()
             if self._failure:
                 with self._ranks.agreed_errors():

@@ -27,9 +27,13 @@ from zerobubble.runtime.values.experts import expert_marks
 R = TypeVar("R")
 
 
+_KINDS = instance(Pipeline, nn.Module)
+_PIPELINE = _KINDS._replace(remedy=lambda value: _KINDS.remedy(value) or "the order is zb.save(path, pipe, optimizer)")
+
+
 def checkpointed(given: Pipeline | nn.Module) -> Checkpointed:
     """Returns the training state of what the user gave. Raises `InputError` for anything else."""
-    require("the second argument", given, instance(Pipeline, nn.Module))
+    require("the second argument", given, _PIPELINE)
     return CheckpointedPipeline(given) if isinstance(given, Pipeline) else _alone(given)
 
 

@@ -126,7 +126,7 @@ class CheckpointLoader:
     def read(self, path: Any) -> dict[str, Any]:
         """Loads the checkpoint at `path` and returns its extra; all ranks call it."""
         trained = self._trained
-        with trained.activity("while loading a checkpoint"):
+        with trained.activity("in zb.load"):
             trained.saves.finish()
             folder = self._checked(path)
             optimizers, saved = agreed(trained, lambda: (self._settled(), _open(folder)))

@@ -50,7 +50,7 @@ class CheckpointWriter:
     def write(self, path: Any, *, wait: bool) -> Saving:
         """Writes the checkpoint, or starts to; all ranks call it."""
         trained = self._trained
-        with trained.activity("while saving a checkpoint"):
+        with trained.activity("in zb.save"):
             saves = trained.saves
             saves.finish()  # one checkpoint at a time: its copies are reused, and it may be replaced at the same path
 

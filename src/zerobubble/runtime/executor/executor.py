@@ -184,6 +184,11 @@ class Executor:
         return tuple([parameter.requires_grad for stage in self._stages.values() for parameter in stage.parameters])
 
     @property
+    def has_run(self) -> bool:
+        """Whether a pass of this rank has run."""
+        return bool(self._spans)
+
+    @property
     def records(self) -> Records:
         """The records of the last step, in host time."""
         return self.later_records()()

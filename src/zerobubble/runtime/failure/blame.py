@@ -67,7 +67,7 @@ def diagnose(statuses: dict[int, RankStatus], ranks: Sequence[int], caller: int)
         doing, remedies = f"{doing} after {statuses[culprit].reason}", []
     remedy = f"; {', or '.join(remedies)}" if remedies else ""
     message = f"rank {culprit} kept the others waiting: it was {doing} when {gave_up}{remedy}"
-    return FailureReport(culprit, statuses[culprit].op, message)
+    return FailureReport(culprit, statuses[culprit].op, message, (culprit,) if doing == CLOSING.doing else ())
 
 
 def lost_contact(rank: int, status: RankStatus) -> str:

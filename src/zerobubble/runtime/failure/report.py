@@ -40,7 +40,8 @@ class RankStatus(NamedTuple):
 
 
 class FailureReport(NamedTuple):
-    """Which rank failed, at which pass or action, and why. `rank` is -1 if no single rank is to blame; `absent` ranks do not answer."""
+    """Which rank failed, at which pass or action, and why. `rank` is -1 if no single rank is to blame; `absent` ranks do not answer,
+    or have left without an error."""
 
     rank: int
     op: str

@@ -216,7 +216,7 @@ def _grouped(num_samples: int, num_microbatches: int) -> str:
     each, rest = divmod(num_samples, num_microbatches)
     group = f"[samples[j:j + {each}] for j in range(0, {num_samples}, {each})]"
     how = f"as {group}" if each and not rest else f"into {num_microbatches} lists"
-    return f"give the tensors of a whole batch as a tuple, and group a list with an entry for each sample {how}"
+    return f"unpack a batch of inputs and targets, pipe.step(*batch); give several inputs as a tuple, and group a list with samples {how}"
 
 
 def _has_samples(item: Any) -> bool:
@@ -338,10 +338,18 @@ def _warn_of_dims(shape: torch.Size, samples: int, possible: Sequence[int]) -> N
     )
 
 
-def refuse_other_size(what: str, size: int, batch_size: int) -> None:
-    """Raises `InputError` if the batch size of `what` differs from that of the first stage's inputs, unless one was given as a list."""
+def refuse_other_size(what: str, size: int, batch_size: int, of_rank: int | None = None) -> None:
+    """Raises `InputError` if the batch size of `what` differs from that of the first stage's inputs, unless one was given as a list.
+
+    `of_rank` is the rank that gave the inputs, if it is not this one.
+    """
     if GIVEN_AS_LIST not in (size, batch_size) and size != batch_size:
-        message = "inputs have batch size {expected}, but {argument} have {got}, so their microbatches do not match"
+        where = "" if of_rank is None else f" of rank {of_rank}"
         raise InputError(
-            message, expected=batch_size, argument=what, got=size, remedy="give both with the same batch size, or as lists of microbatches"
+            "inputs{where} have batch size {expected}, but {argument} have {got}, so their microbatches do not match",
+            where=where,
+            expected=batch_size,
+            argument=what,
+            got=size,
+            remedy=f"give {'every rank the same batch' if where else 'both with the same batch size'}, or lists of microbatches",
         )

@@ -83,8 +83,8 @@ class RankInputs:
 
     def know_size(self, size: int, of_rank: int) -> None:
         """Cuts the rest, now that the batch of the first rank, `of_rank`, is known to have this `size`; raises `InputError` for another."""
-        refuse_other_size(f"those of rank {of_rank}", self.batch.batch_size, size)
-        refuse_other_size("targets", self.targets.batch_size, size)
+        refuse_other_size("those of this rank", self.batch.batch_size, size, of_rank)
+        refuse_other_size("the targets of this rank", self.targets.batch_size, size, of_rank)
         if not self.is_first:
             self.named = self._named(size, NO_BATCH)
         if self._captured is not None:

@@ -536,6 +536,9 @@ class StepRunner:
         if self._captured is not None:
             with self.agreed_errors():
                 raise InputError("the passes of a captured step have no times", remedy=WITHOUT_STEP)
+        if not self.last.has_run:
+            with self.agreed_errors():
+                raise InputError("there is no timeline before the first step", remedy="call step, or eval_step if none trains")
         return self.timeline_of(self.last)
 
     def timeline_of(self, executor: Executor) -> Timeline:
