@@ -223,7 +223,7 @@ def test_a_rank_that_leaves_early_is_the_root_cause_with_what_it_left_out(tmp_pa
     program = tmp_path / "train.py"
     leaves = "if pipe.rank == 1:\n    pipe.close()\n    time.sleep(1000)\n"
     program.write_text("import time\n" + FAILING[: FAILING.index("if pipe.rank")] + leaves + FAILING[FAILING.index("pipe.step") :])
-    assert screen_of(program)[-1].startswith("rank 1 kept the others waiting: it was closing the pipeline")
+    assert "rank 1 kept the others waiting: it was closing the pipeline" in screen_of(program)[-1]
 
 
 @pytest.mark.long

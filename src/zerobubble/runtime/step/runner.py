@@ -436,7 +436,7 @@ class StepRunner:
                 self._stages.refuse_calls(mine.arguments, mine.named)
         with self._refusals.of_others(executor, outputs):
             opened = self._shake_hands(executor, given, mine, costs, trains=outputs is None)
-        mine.know_size(opened.batch_size, self.peers.members[self.rank])
+        mine.know_size(opened.batch_size, self.peers.members[executor.ends[0][0]])
         # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.
         if outputs is None and self._num_steps == 0:
             self.optimizers.elsewhere = self._trained_elsewhere(given, mine)
