@@ -114,6 +114,14 @@ def test_the_cut_is_for_the_schedule_and_within_its_memory(config: Path) -> None
     states(printed("split", "config.json", *shape, "--memory", wanted), "stage 3", "rank 0")
 
 
+@pytest.mark.parametrize(("stated", "counted"), [({}, "float32"), ({"torch_dtype": "bfloat16"}, "bfloat16")])
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
+def test_split_names_the_dtype_that_it_counts(config: Path, stated: dict[str, str], counted: str) -> None:
+    config.write_text(json.dumps({name: value for name, value in CONFIG.items() if name != "dtype"} | stated), encoding="utf-8")
+    states(printed("split", "config.json", "-o", "layers.json"), counted, "torch_dtype")
+    assert json.loads(Path("layers.json").read_text())["dtype"] == {"name": counted, "in_config": bool(stated)}
+
+
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_cut_in_words_has_a_bar_for_each_rank_and_the_bound_of_the_head(config: Path) -> None:
     words = printed("split", "config.json", "--stages", "4")

@@ -187,7 +187,7 @@ def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     file, saved = written(tmp_path, HEADED), tmp_path / "plan.json"
     data = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear", "--json", "-o", str(saved)))
     ordinary = json.loads(printed("plan", *SHAPE, "--memory", "8", "--budget", "0", "--json"))
-    assert set(data) == {*ordinary, "layers", "excess_inside_blocks", "gpu", "machine"}
+    assert set(data) == {*ordinary, "layers", "excess_inside_blocks", "gpu", "machine", "dtype"}
     of_layers = data["layers"]
     layers = read_layers(file, 0.5, 0.5)
     timeline = zb.simulate(load_schedule(data["csv"]), stage_costs(layers, tuple(of_layers["cuts"])))
@@ -282,6 +282,17 @@ def test_all_memory_of_a_gpu_is_the_limit_but_what_cuda_and_nccl_take(tmp_path: 
 @pytest.mark.parametrize("machine", [{"flops_per_second": "fast", "bytes_per_second": 1}, {"flops_per_second": 1}, [1], 3])
 def test_a_machine_that_cannot_be_read_is_refused(tmp_path: Path, machine: object) -> None:
     states(refused("plan", "--layers", written(tmp_path, OF_BLOCKS | {"machine": machine}), *ON_GPU), "machine", "flops_per_second")
+
+
+def test_the_dtype_that_split_counted_is_repeated(tmp_path: Path) -> None:
+    for in_config, stated in ((False, ("float32", "torch_dtype", "bfloat16")), (True, ("float32", "torch_dtype"))):
+        dtype = {"name": "float32", "in_config": in_config}
+        file = written(tmp_path, OF_BLOCKS | {"machine": Machine().to_dict(), "dtype": dtype})
+        said = printed("plan", "--layers", file, *ON_GPU[:-1])
+        states(said, *stated)
+        assert ("bfloat16" in said) is not in_config
+    assert json.loads(printed("plan", "--layers", file, *ON_GPU))["dtype"] == dtype
+    states(refused("plan", "--layers", written(tmp_path, OF_BLOCKS | {"dtype": "float32"}), *ON_GPU), "dtype", "in_config")
 
 
 def test_recomputation_is_advised_where_it_makes_layers_fit(tmp_path: Path) -> None:

@@ -447,7 +447,7 @@ def _plan_layers(source: GivenLayers, search: SearchOptions, options: PlanOption
         ask = partial(plan, layers, microbatches, memory, placements=placements)
         best = _planned(ask, axes, search.arguments(search.objective, watch))
     savings, inside = best.saving(CutSavings), None
-    answer = _with_memory(PlanAnswer(best, {}, tuple(filter(None, [source.device_text()]))), device)
+    answer = _with_memory(PlanAnswer(best, {}, tuple(filter(None, [source.device_text(), str(source.dtype or "")]))), device)
     if savings is not None and len(parts) > len(savings.cut.layers):
         inside = cut_layers(parts, savings.cut.placement, savings.limits, speeds=savings.cut.speeds).excess
     if best.cut is not None and inside is not None and inside < best.cut.excess:
@@ -456,8 +456,12 @@ def _plan_layers(source: GivenLayers, search: SearchOptions, options: PlanOption
     if options.rank_microbatches is not None and any(layer.parameters_bytes for layer in layers):
         limits = equal_limits(layers, ranks, options.rank_microbatches)
         answer = replace(answer, paragraphs=(*answer.paragraphs, *_microbatches_in_bytes(options, limits)))
-    device_data = {"gpu": source.gpu and source.gpu.name, "machine": source.machine and source.machine.to_dict()}
-    return replace(answer, data=answer.data | {"excess_inside_blocks": inside, **device_data})
+    origin = {
+        "gpu": source.gpu and source.gpu.name,
+        "machine": source.machine and source.machine.to_dict(),
+        "dtype": source.dtype and source.dtype._asdict(),
+    }
+    return replace(answer, data=answer.data | {"excess_inside_blocks": inside, **origin})
 
 
 def _planned(ask: Callable[..., Plan], axes: dict[str, Any], arguments: dict[str, Any]) -> Plan:

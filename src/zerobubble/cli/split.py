@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zerobubble.cli.inputs.layers import DTYPE, CountedDtype
 from zerobubble.cli.inputs.options import (
     Bytes,
     Existing,
@@ -106,16 +107,16 @@ def split_command(
             split = split.for_schedule(named.schedule, () if named.problem is None else named.problem.first_layers)
         count = named.schedule.num_stages if named is not None else stages
         show("estimating the costs of layers")
-        layers = layers_to_dict(split.layers()) | {MACHINE: split.machine.to_dict()}
+        dtype = _counted_dtype(config)
+        layers = layers_to_dict(split.layers()) | {MACHINE: split.machine.to_dict(), DTYPE: dtype._asdict()}
         show("cutting the model, and comparing it with the uncut one")
         if as_json:
             text = json.dumps(layers | ({} if count is None else _as_dict(split, count)), indent=1)
         else:
-            text = "" if count is None else split.describe(count)
+            text = "\n".join([*([] if count is None else [split.describe(count)]), str(dtype)])
     if output is not None:
         write_text(output, json.dumps(layers, indent=1) + "\n")
-    if text:
-        click.echo(text)
+    click.echo(text)
 
 
 @contextmanager
@@ -139,6 +140,17 @@ def _split(config: str, options: ModelOptions, show: Callable[[str], None]) -> M
         is_of_extra = str(error.name).partition(".")[0] in _OF_EXTRA
         remedy = install("transformers") if is_of_extra else f"install the package that has the module {error.name}"
         raise InputError("zerobubble split needs {name}, which is not installed", name=error.name, remedy=remedy) from error
+
+
+def _counted_dtype(config: str) -> CountedDtype:
+    """Returns the dtype of the model that Transformers makes of a configuration, or of its text model."""
+    from torch import get_default_dtype
+
+    from zerobubble.models.from_config import read_config
+
+    settings = read_config(config)
+    stated = settings.dtype or settings.get_text_config().dtype
+    return CountedDtype(str(stated or get_default_dtype()).removeprefix("torch."), in_config=stated is not None)
 
 
 _OF_EXTRA = ("torch", "numpy", "transformers", "accelerate", "llvmlite")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import require, require_amount, require_ms
-from zerobubble.cli.inputs.files import read_json
+from zerobubble.cli.inputs.files import Parsed, read_json
 from zerobubble.cli.inputs.problem import WorkOptions
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.machine import MACHINE, Machine, timed_on
@@ -24,10 +25,35 @@ _KEYS = tuple(column.name for column in fields(Layer))
 _REQUIRED = tuple(column.name for column in fields(Layer) if column.default is MISSING)
 
 
+DTYPE = "dtype"
+"""The key of a file of layers for the dtype of their activations."""
+
+
+class CountedDtype(NamedTuple):
+    """The dtype in which `split` counts activations; the default of torch if it is not `in_config`."""
+
+    name: str
+    in_config: bool
+
+    def __str__(self) -> str:
+        if self.in_config:
+            return f"Activations count in {self.name}, the torch_dtype of the configuration."
+        remedy = 'Under autocast, add "torch_dtype": "bfloat16" to it, and split again'
+        return f"Activations count in {self.name}, as the configuration has no torch_dtype. {remedy}."
+
+    @classmethod
+    def from_dict(cls, data: Any) -> CountedDtype:
+        """Reads the JSON form. Raises `ParseError` for anything else."""
+        if not isinstance(data, dict) or data.keys() != set(cls._fields):
+            raise ParseError("{key} needs {expected}, got {data!r:.60}", key=DTYPE, expected=" and ".join(cls._fields), data=data)
+        return cls(str(data["name"]), bool(data["in_config"]))
+
+
 class GivenLayers(NamedTuple):
     """Layers to cut, the numbers of ranks and microbatches as far as they are known, and the device that runs them.
 
-    Times are estimates for `gpu`, or for the assumed `machine`. If `is_measured`, or with neither, the file has the times.
+    Times are estimates for `gpu`, or for the assumed `machine`. If `is_measured`, or with neither, the file has the times. `dtype` is that
+    of activations, if `split` counted them.
     """
 
     parts: tuple[Layer, ...]
@@ -36,6 +62,7 @@ class GivenLayers(NamedTuple):
     gpu: GPU | None = None
     machine: Machine | None = None
     is_measured: bool = False
+    dtype: CountedDtype | None = None
 
     def device_text(self) -> str:
         """Names the device of the layers' times; empty if only the user knows it."""
@@ -51,13 +78,18 @@ class GivenLayers(NamedTuple):
 def layers_in_file(file: str, work: WorkOptions, gpu: str | None, *, need_bytes: bool) -> GivenLayers:
     """Returns the layers in `file`, for the ranks and microbatches of the options, with estimated times of `gpu` if the file has FLOPs."""
     need_bytes |= gpu is not None
-    parts, machine = read_json(file, "layers", lambda data: (_layers(data, work.comm, work.held, need_bytes), _machine(data)), REMEDY)
+
+    def parse(data: Any) -> tuple[tuple[Layer, ...], Machine | None, CountedDtype | None]:
+        layers = _layers(data, work.comm, work.held, need_bytes)
+        return layers, _part(data, MACHINE, Machine.from_dict), _part(data, DTYPE, CountedDtype.from_dict)
+
+    parts, machine, dtype = read_json(file, "layers", parse, REMEDY)
     if gpu is None:
-        return GivenLayers(parts, work.ranks, work.microbatches, machine=machine)
+        return GivenLayers(parts, work.ranks, work.microbatches, machine=machine, dtype=dtype)
     device = known_gpu(gpu)
     if machine is not None:
         parts = timed_on(parts, machine, device, work.ranks or 1)
-    return GivenLayers(parts, work.ranks, work.microbatches, device, is_measured=machine is None)
+    return GivenLayers(parts, work.ranks, work.microbatches, device, is_measured=machine is None, dtype=dtype)
 
 
 def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False) -> tuple[Layer, ...]:
@@ -69,9 +101,9 @@ def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False
     return read_json(file, "layers", lambda data: _layers(data, comm, held, need_bytes), REMEDY)
 
 
-def _machine(data: Any) -> Machine | None:
-    """Returns the machine whose rates converted the FLOPs of the layers to times; None for other times."""
-    return Machine.from_dict(data[MACHINE]) if isinstance(data, dict) and MACHINE in data else None
+def _part(data: Any, key: str, parse: Callable[[Any], Parsed]) -> Parsed | None:
+    """Parses what a file of layers says of their origin under `key`; None if it says nothing."""
+    return parse(data[key]) if isinstance(data, dict) and key in data else None
 
 
 def _layers(data: Any, comm: float, held: float, need_bytes: bool) -> tuple[Layer, ...]:
