@@ -25,16 +25,12 @@ Remedy = Callable[[Any], str]
 """Returns what to write instead of a wrong value; empty if that goes without saying."""
 
 
-def _no_remedy(value: Any) -> str:
-    return ""
-
-
 class Wanted(NamedTuple):
     """The requirement of an argument: a description, a test, and the remedy for a value that fails the test."""
 
     words: str
     accepts: Callable[[Any], bool]
-    remedy: Remedy = _no_remedy
+    remedy: Remedy = lambda value: ""
 
 
 def instance(*classes: type) -> Wanted:

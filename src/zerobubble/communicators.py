@@ -300,13 +300,11 @@ class Devices:
     @property
     def stuck(self) -> list[Stuck]:
         """The ranks that have not ended, in order."""
-        return [Stuck(rank, self._position(rank), self._waits(rank)) for rank in range(len(self.rows)) if not self._has_ended(rank)]
+        at = [host if stream == host else stream for host, stream in zip(self._host, self._stream, strict=True)]
+        return [Stuck(rank, at[rank], self._waits(rank)) for rank in range(len(self.rows)) if not self._has_ended(rank)]
 
     def _has_ended(self, rank: int) -> bool:
         return self._stream[rank] == len(self.rows[rank]) and not any(queue for (at, _), queue in self._queues.items() if at == rank)
-
-    def _position(self, rank: int) -> int:
-        return self._host[rank] if self._stream[rank] == self._host[rank] else self._stream[rank]
 
     def _advance_host(self, rank: int) -> None:
         row = self.rows[rank]

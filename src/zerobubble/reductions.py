@@ -70,12 +70,7 @@ def planned_sums(graph: Graph, costs: Costs) -> RankSums:
         return [[] for _ in graph.first[1:]]
     tails = _tails(graph)
     return [
-        [
-            bucket
-            for stage_sum in row
-            if costs.reduce[stage_sum.stage]
-            for bucket in _in_buckets(graph, stage_sum, tails.get(stage_sum.after, ()), costs)
-        ]
+        [bucket for total in row if costs.reduce[total.stage] for bucket in _in_buckets(graph, total, tails.get(total.after, ()), costs)]
         for row in stage_sums(graph)
     ]
 

@@ -206,7 +206,9 @@ def _buffer_faults(numbered: _Numbered, rank: int) -> list[Fault]:
         here.update(made_numbers)
         here.difference_update(ended)
         freed.update(ended)
-    return faults + [_leak(rank, value) for value in sorted(map(numbered.value, here))]
+    for value in sorted(map(numbered.value, here)):
+        faults.append(Fault("leak", f"rank {rank} never frees {value}: free it after its last use", rank, None, str(value)))
+    return faults
 
 
 def _absent(rank: int, position: int, action: Action, value: Value, freed: bool) -> Fault:
@@ -216,10 +218,6 @@ def _absent(rank: int, position: int, action: Action, value: Value, freed: bool)
     if isinstance(action, Free):
         return Fault("double-free", f"{at}: {value} was already consumed or freed; remove this", rank, position, str(action))
     return Fault("use-after-free", f"{at}: {value} was already freed; free it after its last use", rank, position, str(action))
-
-
-def _leak(rank: int, value: Value) -> Fault:
-    return Fault("leak", f"rank {rank} never frees {value}: free it after its last use", rank, None, str(value))
 
 
 def _stop_faults(numbered: _Numbered, model: MessageModel) -> list[Fault]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any
 
 from zerobubble.errors import InputError, nearest, shown
 
-Parameters = Mapping[str, inspect.Parameter]
+Parameters = Mapping[str, Parameter]
 
 SYNONYMS = (
     {"seconds", "budget", "time", "time_limit", "max_seconds"},
@@ -54,7 +55,7 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
     """
     parameters = {name: about for name, about in signature.parameters.items() if name not in ("self", "cls", "_cls")}
     args = args[len(signature.parameters) - len(parameters) :]
-    filled = [*_positional(parameters)][: len(args)]
+    filled = _names(parameters, Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)[: len(args)]
     set_names = [*filled, *(argument for argument in kwargs if argument in parameters)]
     missing = [argument for argument in _required(parameters) if argument not in set_names]
     meant = _meant(kwargs, parameters, filled, missing)
@@ -92,8 +93,9 @@ def _meant(kwargs: Iterable[str], parameters: Parameters, filled: Sequence[str],
     If the function takes further named arguments, such as options of a schedule, an argument is unknown only if it resembles one of
     `missing`.
     """
-    takes_others = any(about.kind is about.VAR_KEYWORD for about in parameters.values())
-    free = missing if takes_others else [name for name, about in parameters.items() if name not in filled and _has_name(about)]
+    takes_others = bool(_names(parameters, Parameter.VAR_KEYWORD))
+    named = _names(parameters, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    free = missing if takes_others else [name for name in named if name not in filled]
     near = {argument: nearest_name(argument, free) for argument in kwargs if argument not in parameters}
     return {argument: name for argument, name in near.items() if name or not takes_others}
 
@@ -108,17 +110,13 @@ def nearest_name(word: str, names: Sequence[str]) -> str:
     return same[0] if same else nearest(word, names)
 
 
-def _positional(parameters: Parameters) -> Iterable[str]:
-    return (name for name, about in parameters.items() if about.kind in (about.POSITIONAL_ONLY, about.POSITIONAL_OR_KEYWORD))
+def _names(parameters: Parameters, *kinds: Any) -> list[str]:
+    return [name for name, about in parameters.items() if about.kind in kinds]
 
 
 def _required(parameters: Parameters) -> Iterable[str]:
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    optional = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return (name for name, about in parameters.items() if about.default is about.empty and about.kind not in optional)
-
-
-def _has_name(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def _usage(name: str, parameters: Parameters, meant: Mapping[str, str]) -> str:
@@ -133,6 +131,6 @@ def _usage(name: str, parameters: Parameters, meant: Mapping[str, str]) -> str:
     return f"{name}{signature}"[:-1] + ", ...)"
 
 
-def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
+def _bare(parameter: Parameter) -> Parameter:
     default = str(parameter.default) if isinstance(parameter.default, str) else parameter.default  # a StrEnum is shown as its text
-    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+    return parameter.replace(annotation=Parameter.empty, default=default)

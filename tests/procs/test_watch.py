@@ -72,13 +72,13 @@ def test_a_run_is_watched_while_it_goes_on_and_once_it_is_closed(world: Ranks, t
             assert set(report.passes) == {f"{rank}F", f"{rank}B", f"{rank}W"}
             assert list(report.waits) == [1 - rank]
         assert [report.peak_bytes is not None for report in seen] == [step % 2 == 1 for step in range(STEPS)]
-        assert run.costs == costs
+        assert run.header.costs == costs
     state = figures(run)
     assert state["planned"] is not None
     assert all(row["measured"] == row["forecast"] for row in state["memory"])
     assert run.details is not None
     assert run.details_step == STEPS - 1
-    assert sorted(span.op for _, span in run.details.spans()) == sorted(op for row in run.schedule.rows for op in row)  # type: ignore[union-attr]
+    assert sorted(span.op for _, span in run.details.spans()) == sorted(op for row in run.header.schedule.rows for op in row)  # type: ignore[union-attr]
     made = {span.op: span for _, span in run.details.spans()}
     assert made[zb.Op.parse("0F0")].end <= made[zb.Op.parse("1F0")].start
     timelines = timeline_parts([run])

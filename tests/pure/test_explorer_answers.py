@@ -130,15 +130,15 @@ def test_the_command_and_the_program_reproduce_what_is_shown(
     found: dict[str, zb.Timeline] = {}
     exec(python_lines(made), found)
     assert found["timeline"] == made.timeline
-    if made.other is not None:
-        assert found["other_timeline"] == made.other.timeline
+    if made.below.other is not None:
+        assert found["other_timeline"] == made.below.other.timeline
     program, verb, *words = shlex.split(command(made))
     assert (program, verb) == ("zerobubble", "compare" if compares else "show")
     shown = run_cli(verb, *words, "--json")
     assert shown.exit_code == 0, shown.stderr
     given = json.loads(shown.stdout)
     figures = given if compares else [given]
-    drawn = [made, made.other] if compares else [made]
+    drawn = [made, made.below.other] if compares else [made]
     assert [figure["makespan_ms"] for figure in figures] == [each.timeline.makespan / 1e6 for each in drawn if each is not None]
 
 

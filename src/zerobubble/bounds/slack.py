@@ -72,20 +72,17 @@ def microbatch_groups(costs: Costs, microbatches: int, levels: Sequence[Level]) 
     groups = []
     counts = sorted(Counter(costs.shares).items()) or [(1.0, microbatches)]
     for share, count in counts:
-        at_levels = [level_costs.scaled(share) if costs.shares else level_costs for level_costs in by_level]
+        at_levels = [priced.scaled(share) if costs.shares else priced for priced in by_level]
         recompute_time, kept, options = [], [], []
         for stage in range(costs.num_stages):
-            time_and_held = sorted(
-                {(level_costs.column("recompute")[stage], level_costs.column("held_input")[stage]) for level_costs in at_levels}
-            )
-            least, most = time_and_held[0]
+            ways = sorted({(priced.column("recompute")[stage], priced.column("held_input")[stage]) for priced in at_levels})
+            least, most = ways[0]
             recompute_time.append(least)
             kept.append(most)
-            options.append(tuple((time - least, most - held) for time, held in time_and_held if held < most))
-        alone = replace(at_levels[0], held_after_f=tuple(kept), held_after_b=tuple(map(min, kept, at_levels[0].held_after_b)), further=())
-        groups.append(
-            MicrobatchGroup(count, alone, tuple(recompute_time), at_levels[0].held_after_f, at_levels[0].held_after_b, tuple(options))
-        )
+            options.append(tuple((time - least, most - held) for time, held in ways if held < most))
+        first = at_levels[0]
+        alone = replace(first, held_after_f=tuple(kept), held_after_b=tuple(map(min, kept, first.held_after_b)), further=())
+        groups.append(MicrobatchGroup(count, alone, tuple(recompute_time), first.held_after_f, first.held_after_b, tuple(options)))
     return groups
 
 

@@ -50,7 +50,7 @@ def sums_after_passes(placement: Placement, costs: Costs) -> list[int]:
 
     It is 0 with a divided head, because the last pass of a rank may be one of the head.
     """
-    if _has_divided_head(costs):
+    if any(name in dict(costs.further) for name in traits_of(Kind.T).times):  # a divided head
         return [0] * placement.num_ranks
     last = [time - time * (count - 1) // count if count > 1 else time for time, count in zip(costs.reduce, costs.buckets, strict=True)]
     return [min(last[stage] for _, stage in placement.stages(rank)) for rank in range(placement.num_ranks)]
@@ -68,8 +68,3 @@ def _claims(placement: Placement, num_microbatches: int, costs: Costs, begins: S
         first = min((complete[stage] for _, stage in placement.stages(rank) if costs.reduce[stage]), default=0)
         reason = f"rank {rank} has {show_ms(sums[rank])} of sums over replicas and cannot begin them before {show_ms(begin + first)}"
         yield Bound(begin + first + sums[rank], reason)
-
-
-def _has_divided_head(costs: Costs) -> bool:
-    """Whether `costs` have the columns of a divided head."""
-    return any(name in dict(costs.further) for name in traits_of(Kind.T).times)

@@ -105,11 +105,11 @@ def _print_tables(evaluations: Sequence[Evaluation], groups: Iterable[Sequence[C
 
 def _table(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("schedule", no_wrap=True, min_width=max(len(evaluation.schedule.name) for evaluation in evaluations))
+    table.add_column("schedule", no_wrap=True, min_width=max(len(evaluation.costed.schedule.name) for evaluation in evaluations))
     for column in columns:
         table.add_column(f"{column.title} ", justify="right", no_wrap=True)
     for evaluation, row in zip(evaluations, table_rows(evaluations, columns), strict=True):
-        table.add_row(escape(evaluation.schedule.name), *(Text(marked(cell), "bold" if cell.best else "") for cell in row))
+        table.add_row(escape(evaluation.costed.schedule.name), *(Text(marked(cell), "bold" if cell.best else "") for cell in row))
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import click
 from rich.markup import escape
@@ -111,12 +111,14 @@ def show(
     if as_json:
         weights = {"weights": gathering.as_dicts(gathers)} if gathers else {}
         moved = {} if away is None else {"offload": {"makespan_without": ms(away.without), "ranks": offload.as_dicts(away)}}
-        unused = {"windows": _windows_as_dicts(idle)} if idle else {}
+        unused = {"windows": [_windows_as_dict(rank, in_rank) for rank, in_rank in enumerate(idle)]} if idle else {}
         click.echo(json.dumps(_as_dict(costed, timeline) | weights | moved | unused, indent=2))
     else:
         _print(costed, timeline, gathers, gathering.gather_time_text(costed, gathers, divided), away, stdout_console(width))
         if idle:
-            click.echo(f"\n{_windows_text(idle, costed)}")
+            click.echo()
+            for rank, in_rank in enumerate(idle):
+                click.echo(f"rank {rank}: {_window_line(costed, rank, in_rank)}")
 
 
 def _refuse_together(away: Offloaded | None, divided: Sharded | None, pictures: PictureFiles, with_windows: bool) -> None:
@@ -203,11 +205,6 @@ def _totals(costed: Costed, timeline: Timeline) -> str:
     return "\n".join([*lines, f"{'peak memory':<18} {peak:>15}"])
 
 
-def _windows_text(by_rank: Sequence[Sequence[Window]], costed: Costed) -> str:
-    """Describes the windows of each rank in a line."""
-    return "\n".join(f"rank {rank}: {_window_line(costed, rank, in_rank)}" for rank, in_rank in enumerate(by_rank))
-
-
 def _window_line(costed: Costed, rank: int, in_rank: Sequence[Window]) -> str:
     if not in_rank:
         return "no window"
@@ -216,11 +213,6 @@ def _window_line(costed: Costed, rank: int, in_rank: Sequence[Window]) -> str:
     return f"{parts} before step {longest.step}, with {costed.show_memory(longest.free, rank)} free"
 
 
-def _windows_as_dicts(by_rank: Sequence[Sequence[Window]]) -> list[dict[str, object]]:
-    """Returns the windows as data: times in ms, memory in bytes."""
-    return [{"rank": rank, "windows": list(_windows_of_rank(in_rank))} for rank, in_rank in enumerate(by_rank)]
-
-
-def _windows_of_rank(in_rank: Sequence[Window]) -> Iterator[dict[str, float]]:
-    for window in in_rank:
-        yield {"step": window.step, "start": ms(window.start), "end": ms(window.end), "free_bytes": window.free}
+def _windows_as_dict(rank: int, windows: Sequence[Window]) -> dict[str, object]:
+    """Returns the windows of a rank as data: times in ms, memory in bytes."""
+    return {"rank": rank, "windows": [{"step": w.step, "start": ms(w.start), "end": ms(w.end), "free_bytes": w.free} for w in windows]}

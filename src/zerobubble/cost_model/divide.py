@@ -362,8 +362,8 @@ def _seconds(choice: Division) -> float:
 def _played(candidate: DivisionCandidate, memory: PlayedMemory) -> Division:
     """Returns the candidate with its step."""
     estimate, long = memory.estimate, memory.long
-    step = estimate.as_step(long.schedule, long.makespan(estimate.costs), memory.activations, candidate.num_microbatches)
-    return Division(estimate, long.schedule, candidate.num_microbatches, step, long.repeated, candidate.seconds)
+    step = estimate.as_step(long.whole.schedule, long.makespan(estimate.costs), memory.activations, candidate.num_microbatches)
+    return Division(estimate, long.whole.schedule, candidate.num_microbatches, step, long.repeated, candidate.seconds)
 
 
 def _batch_of(model: str | Model) -> int:

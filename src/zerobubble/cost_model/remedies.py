@@ -75,7 +75,7 @@ class PlayedMemory:
         stages = setting.v if candidate.tried.v is None else None
         long = LongStep(shapes, candidate.tried.name, setting.pp, candidate.num_microbatches, stages)
         activations = long.peak_memory(estimate.costs)
-        step = estimate.as_step(long.schedule, 0, activations, candidate.num_microbatches)
+        step = estimate.as_step(long.whole.schedule, 0, activations, candidate.num_microbatches)
         return cls(estimate, long, activations, step.rank_bytes)
 
 

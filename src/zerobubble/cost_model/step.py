@@ -187,13 +187,9 @@ class LongStep:
         self.whole = shapes.ready(name, ranks, microbatches - more * ranks, v)
         self._less = shapes.ready(name, ranks, microbatches - (more + 1) * ranks, v) if more else None
 
-    @property
-    def schedule(self) -> Schedule:
-        return self.whole.schedule
-
     def peak_memory(self, costs: Costs) -> tuple[int, ...]:
         """Returns the peak bytes of activations of each rank."""
-        return peak_memory(self.schedule, costs)
+        return peak_memory(self.whole.schedule, costs)
 
     def makespan(self, costs: Costs) -> int:
         """Returns the makespan under `costs`, in ns."""

@@ -241,7 +241,10 @@ class Difference(Displayed):
             "planned": self.planned,
             "measured": self.measured,
             "ranks": [_account_to_dict(account) for account in self.accounts],
-            "drifts": [_drift_to_dict(drift) for drift in self.drifts],
+            "drifts": [
+                drift._asdict() | {"passes": [[str(kind), stage] for kind, stage in drift.passes], "ranks": list(drift.ranks)}
+                for drift in self.drifts
+            ],
             "cause": None if self.cause is None else self.cause._asdict(),
             "messages": self.messages and list(self.messages),
         }
@@ -250,11 +253,6 @@ class Difference(Displayed):
 def _account_to_dict(account: Account) -> dict[str, Any]:
     columns = {column.name: getattr(account, column.name) for column in fields(account)}
     return {name: value if isinstance(value, int) else value._asdict() for name, value in columns.items()} | {"total": account.total}
-
-
-def _drift_to_dict(drift: Drift) -> dict[str, Any]:
-    passes = [[str(kind), stage] for kind, stage in drift.passes]
-    return drift._asdict() | {"passes": passes, "ranks": list(drift.ranks)}
 
 
 _MOST_DRIFTS = 2

@@ -76,11 +76,6 @@ class Answer:
         return _below(self)
 
     @property
-    def other(self) -> Answer | None:
-        """The schedule that the question compares with; None without one of this shape."""
-        return self.below.other
-
-    @property
     def in_bytes(self) -> bool:
         """Whether the bytes in the costs are real, or stand for microbatches."""
         if self.estimate is not None:

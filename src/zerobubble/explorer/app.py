@@ -34,8 +34,8 @@ from zerobubble.explorer.searching import Searches, read_search
 from zerobubble.explorer.threads import run_in_daemon
 from zerobubble.explorer.workshop import (
     BLOCK_FORMS,
-    BlockAnswer,
     BlockQuestion,
+    BuiltBlock,
     block_to_dict,
     make_block,
     read_block_question,
@@ -94,7 +94,7 @@ def _answer_bytes(played: Answer) -> int:
     return OVERHEAD_BYTES + PASS_BYTES * drawn * sum(map(len, played.timeline.rows)) + len(question.file) + len(question.costs)
 
 
-def _block_bytes(block: BlockAnswer) -> int:
+def _block_bytes(block: BuiltBlock) -> int:
     layouts = () if block.steps is None else block.steps
     passes = sum(len(row) for layout in layouts for row in layout.timeline.rows)
     return OVERHEAD_BYTES + PASS_BYTES * passes + len(block.question.text)

@@ -107,7 +107,7 @@ def command(played: Answer) -> str:
 
     `zerobubble compare` reads one costs file. If each schedule needs its own, only the Python lines compare them.
     """
-    question, other = played.question, played.other
+    question, other = played.question, played.below.other
     search = search_of(played)
     words = ["zerobubble", "show", *_source_words(played)]
     if other is not None and (played.costs == other.costs or not _needs_costs_file(played)):
@@ -167,7 +167,7 @@ def python_lines(played: Answer) -> str:
     if played.plan is None or _needs_costs_file(played):
         lines.append(f"costs = {_costs_python(played)}")
     lines.append("timeline = zb.simulate(schedule, costs)")
-    if (other := played.other) is not None:
+    if (other := played.below.other) is not None:
         costs = _other_costs_python(played, other)
         lines += [f"other = {_make_python(other)}", f"other_timeline = zb.simulate(other, {costs})"]
     return "\n".join([*lines, "print(timeline)", *(["print(other_timeline)"] if other is not None else [])]) + "\n"

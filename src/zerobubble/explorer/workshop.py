@@ -54,7 +54,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 @dataclass(frozen=True)
-class BlockAnswer:
+class BuiltBlock:
     """A block with its steps. The steps are None if the block cannot be repeated, for the reasons in `problems`."""
 
     question: BlockQuestion
@@ -73,12 +73,18 @@ def read_block_question(data: Any) -> BlockQuestion:
     return read_fields(BlockQuestion, RANGES, data)
 
 
-def make_block(question: BlockQuestion) -> BlockAnswer:
+def make_block(question: BlockQuestion) -> BuiltBlock:
     """Makes the block of the question, with its steps if it can be repeated. Raises `FieldError` naming the field that cannot be used."""
     block = _block(question)
     _require_size(block, question.microbatches)
-    collisions, early = tuple(_collisions(block)), tuple(_early_starts(block))
-    return BlockAnswer(question, block, None if collisions or early else _steps(block, question), collisions, early)
+    collisions = tuple(
+        {"ops": [str(collision.first.op), str(collision.second.op)], "since": collision.since, "text": collision_sentence(block, collision)}
+        for collision in islice(find_collisions(block), MOST_REPORTED)
+    )
+    early = tuple(
+        {"ops": [str(start.start.op)], "text": early_sentence(start)} for start in islice(find_early_starts(block), MOST_REPORTED)
+    )
+    return BuiltBlock(question, block, None if collisions or early else _steps(block, question), collisions, early)
 
 
 def _block(question: BlockQuestion) -> Block:
@@ -104,17 +110,6 @@ def _require_size(block: Block, microbatches: int) -> None:
             raise FieldError(field, what.format(count, most), "make it smaller, or use zerobubble block")
 
 
-def _collisions(block: Block) -> list[dict[str, Any]]:
-    return [
-        {"ops": [str(collision.first.op), str(collision.second.op)], "since": collision.since, "text": collision_sentence(block, collision)}
-        for collision in islice(find_collisions(block), MOST_REPORTED)
-    ]
-
-
-def _early_starts(block: Block) -> list[dict[str, Any]]:
-    return [{"ops": [str(early.start.op)], "text": early_sentence(early)} for early in islice(find_early_starts(block), MOST_REPORTED)]
-
-
 def _steps(block: Block, question: BlockQuestion) -> Steps:
     try:
         with errors_at("memory"):
@@ -123,7 +118,7 @@ def _steps(block: Block, question: BlockQuestion) -> Steps:
         raise FieldError("text", error.faults[0].message, "change the text, or reset it to the published block") from error
 
 
-def block_to_dict(answer: BlockAnswer) -> dict[str, Any]:
+def block_to_dict(answer: BuiltBlock) -> dict[str, Any]:
     """Returns the contents of the page: the block with its lifespans and faults, and the steps in the viewer with their figures."""
     block, steps = answer.block, answer.steps
     later = {} if steps is None else {"repeated": steps.repeated, "squeezed": steps.squeezed, "reordered": steps.reordered}
@@ -163,7 +158,7 @@ def _kinds(block: Block) -> dict[str, dict[str, Any]]:
     }
 
 
-def block_command(answer: BlockAnswer) -> str:
+def block_command(answer: BuiltBlock) -> str:
     """The command that makes the same schedule."""
     question = answer.question
     source = shlex.quote(file_name(answer)) if question.text else f"{question.block} --ranks {question.ranks}"
@@ -173,7 +168,7 @@ def block_command(answer: BlockAnswer) -> str:
     return " ".join(words)
 
 
-def block_python(answer: BlockAnswer) -> str:
+def block_python(answer: BuiltBlock) -> str:
     """The program that makes the same schedule."""
     question = answer.question
     source = (
@@ -192,7 +187,7 @@ def block_python(answer: BlockAnswer) -> str:
     return "\n".join(lines) + "\n"
 
 
-def file_name(answer: BlockAnswer) -> str:
+def file_name(answer: BuiltBlock) -> str:
     """The file that the page saves the block to, which the lines read."""
     return f"{answer.block.name}.block.txt"
 
@@ -218,7 +213,7 @@ BLOCK_FORMS: dict[str, BlockForm] = {
 """Every form of a block by its name. PNG is drawn by the page itself."""
 
 
-def write_block_form(answer: BlockAnswer, name: str) -> str:
+def write_block_form(answer: BuiltBlock, name: str) -> str:
     """The block in the form `name`; raises `FieldError` for an unknown one, and for a block that cannot be repeated."""
     if name not in BLOCK_FORMS:
         raise FieldError("", f"there is no form {name!r:.60}: known are {', '.join(BLOCK_FORMS)}")

@@ -116,12 +116,9 @@ def _document(scale: _Scale, head: Heading, points: Sequence[Point], colors: Map
 def placement_colors(points: Sequence[Point]) -> dict[str, str]:
     """Return the color of each placement, the best ones of the first point first."""
     names = [choice.name for point in points for choice in point.plan.choices]
-    return {name: COLORS.get(name) or _further_color(name) for name in dict.fromkeys(names)}
-
-
-def _further_color(name: str) -> str:
-    """Return the color of a placement outside the table, which depends on its name only."""
-    return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(crc32(name.encode()) / 2**32, 0.5, 0.4))
+    # The color of a placement outside the table depends on its name only.
+    hues = {name: hls_to_rgb(crc32(name.encode()) / 2**32, 0.5, 0.4) for name in names}
+    return {name: COLORS.get(name) or "#" + "".join(f"{round(255 * part):02x}" for part in hue) for name, hue in hues.items()}
 
 
 def _legend(colors: Mapping[str, str]) -> Iterator[LegendEntry]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zerobubble.arguments import takes, wrong
 from zerobubble.costs import Costs
 from zerobubble.export.torch_cells import MessageEnd, SendWait, WeightAction, Weights, require_expressible, step_cell
-from zerobubble.ir import Op, Schedule, Step
+from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import ValueKind, kinds_making, traits_of
 from zerobubble.rules import Value
 from zerobubble.simulation import simulate
@@ -102,15 +102,11 @@ def _cells_of_rank(steps: Sequence[Step], timeline: Timeline, rank: int, unshard
     *gathering, at_end = _gathering(steps, unsharded)
     for number, (step, weights) in enumerate(zip(steps, gathering, strict=True)):
         yield _Event(spans[step[0]].start, _STEP, number, (*weights, step_cell(step)))
-    for stage, op in _last_backwards(steps).items():
+    last_backwards = {op.stage: op for step in steps for op in step if traits_of(op.kind).adds_gradients}
+    for stage, op in last_backwards.items():
         actions = (WeightAction.REDUCE_GRAD, WeightAction.WAIT_REDUCE_GRAD) if waits else (WeightAction.REDUCE_GRAD,)
         yield _Event(spans[op].end, _REDUCE, stage, tuple(str(Weights(action, stage)) for action in actions))
     yield _Event(timeline.end, _STEP, len(steps), at_end)
-
-
-def _last_backwards(steps: Sequence[Step]) -> dict[int, Op]:
-    """Return the last pass of each stage that adds to the gradients of its weights."""
-    return {op.stage: op for step in steps for op in step if traits_of(op.kind).adds_gradients}
 
 
 def _gathering(steps: Sequence[Step], most: int) -> Iterator[tuple[str, ...]]:

@@ -227,7 +227,7 @@ def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs,
     parts = saved_parts(steps, costs)
     recomputed_by = recomputed(op for step in steps for op in step)
     names = {(op.stage, op.microbatch, number): str(op) for number, step in enumerate(steps) for op in step}
-    for (stage, microbatch), several in groupby(sorted(offloads), key=lambda first: first[:2]):
+    for (stage, microbatch), several in groupby(sorted(offloads), key=lambda offload: offload[:2]):
         first, *further = several
         what = f"stage {stage} and microbatch {microbatch}"
         if further:
@@ -250,9 +250,8 @@ def _wrong_steps(offload: Offload, saved: SavedPart, names: Mapping[tuple[int, i
     if needed != saved.needed:
         yield _fault(rank, offload, f"{what} needed={needed}, but {user} is step {saved.needed}: write needed={saved.needed}")
     if not saved.made < freed < back <= saved.needed:
-        yield _fault(
-            rank, offload, f"{what} freed={freed} and back={back}: they must satisfy {saved.made} < freed < back <= {saved.needed}"
-        )
+        order = f"{saved.made} < freed < back <= {saved.needed}"
+        yield _fault(rank, offload, f"{what} freed={freed} and back={back}: they must satisfy {order}")
 
 
 def _fault(rank: int, offload: Offload, message: str) -> Fault:
@@ -277,10 +276,7 @@ def offloads_from_list(data: Any, schedule: Schedule, costs: Costs) -> tuple[Ran
     moved.
     """
     try:
-        plans = [
-            RankOffloads(tuple(Offload(*map(whole, offload)) for offload in rank["offloads"]), 0, whole(rank["bound"]), 0, 0)
-            for rank in data
-        ]
+        plans = [RankOffloads(tuple(Offload(*map(whole, row)) for row in rank["offloads"]), 0, whole(rank["bound"]), 0, 0) for rank in data]
     except (KeyError, TypeError) as error:
         raise ParseError("not a list of the offloads of each rank: {reason}", reason=str(error)) from error
     try:

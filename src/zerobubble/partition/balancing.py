@@ -285,7 +285,7 @@ def shortage_text(loads: Loads, home: Sequence[int], capacities: Sequence[Capaci
     missing = (
         _missing_for_one_stage_each(loads, home, capacities)
         if len(home) == len(capacities)
-        else _missing_nearby(loads, home, capacities, even)
+        else min(_lacking(loads, home, capacities, cuts) for cuts in (even, descend(loads, home, capacities, even)[1]))
     )
     limits = [capacity.limit for capacity in capacities if capacity.limit is not None]
     ends = (min(limits), max(limits))
@@ -327,11 +327,6 @@ def _missing_for_one_stage_each(loads: Loads, home: Sequence[int], capacities: S
 
 def _larger(capacity: Capacity, more: int) -> Capacity:
     return capacity if capacity.limit is None else replace(capacity, limit=capacity.limit + more)
-
-
-def _missing_nearby(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], even: Cuts) -> int:
-    """Returns the bytes lacking on the worst rank, for the cuts that lack least."""
-    return min(_lacking(loads, home, capacities, cuts) for cuts in (even, descend(loads, home, capacities, even)[1]))
 
 
 def _lacking(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], cuts: Cuts) -> int:

@@ -192,12 +192,9 @@ def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement,
 @takes()
 def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:
     """Returns the JSON form of `layers`, in ns and bytes. `layers_from_dict` reads it."""
-    return {"format": FORM, "layers": [_layer_dict(layer) for layer in layers]}
-
-
-def _layer_dict(layer: Layer) -> dict[str, Any]:
-    """Returns the fields of the layer, without empty text and an unset time of BW."""
-    return {name: value for name, value in asdict(layer).items() if value or (name in NUMBERS and name != FUSED)}
+    # Empty text, and an unset time of BW, are left out.
+    fields = ({name: value for name, value in asdict(layer).items() if value or (name in NUMBERS and name != FUSED)} for layer in layers)
+    return {"format": FORM, "layers": list(fields)}
 
 
 @takes()

@@ -143,19 +143,12 @@ def _add_message(step: RankStep, action: Action, cell: MessageEnd, times: TraceT
 
 def _add_passes(step: RankStep, action: Action, passes: Step, times: TraceTimes, arrivals: Mapping[MessageEnd, int]) -> None:
     """Note the passes of a range. Of two that PyTorch overlaps, the second may wait for its message while the first one runs."""
-    awaited = [cell for cell in _messages_of(passes[0]) if cell in arrivals]
+    kind, stage, microbatch = passes[0]
+    received = (MessageEnd(False, used, stage, microbatch) for used, _ in traits_of(kind).uses if used in SENT_BETWEEN_STAGES)
+    awaited = [cell for cell in received if cell in arrivals]
     start, end = times.ran(action, [arrivals[cell] for cell in awaited])
     free = max(action.start, step.ran[-1].end) if step.ran else action.start
     begin = min(free, start)
     for cell in awaited:
         step.moved.append(Moved(Doing.WAIT, cell, begin, min(max(arrivals[cell], begin), start)))
     step.ran.append(Ran(passes, start, end))
-
-
-def _messages_of(op: Op) -> list[MessageEnd]:
-    """The passes of other ranks whose messages a pass may have to wait for."""
-    return [
-        MessageEnd(False, value_kind, op.stage, op.microbatch)
-        for value_kind, _ in traits_of(op.kind).uses
-        if value_kind in SENT_BETWEEN_STAGES
-    ]

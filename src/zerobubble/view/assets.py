@@ -32,17 +32,14 @@ def script(entry: str = "main.js", packages: tuple[str, ...] = (__package__,)) -
 
 def shell(title: str, body: str, style: str, module: str, **data: Any) -> str:
     """The document of a page. `title` and `body` are HTML; `module` is its script, which finds each of `data` as JSON by its name."""
-    elements = "".join(f'<script type="application/json" id="{name}">{_json(value)}</script>\n' for name, value in data.items())
+    texts = {name: json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c") for name, value in data.items()}
+    elements = "".join(f'<script type="application/json" id="{name}">{text}</script>\n' for name, text in texts.items())
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}</main>\n"
         f'{elements}<script type="module">\n{module}</script>\n</body>\n</html>\n'
     )
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _place(name: str, packages: tuple[str, ...], placed: dict[str, str]) -> None:

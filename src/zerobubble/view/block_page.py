@@ -19,7 +19,11 @@ def block_html(block: Block, steps: Steps) -> str:
     title = f"{block.name} on {block.placement.num_ranks} ranks, {steps.reordered.num_microbatches} microbatches"
     drawn = panels(block, steps)
     figures = table(("step", "makespan", "span", "bubble", "peak"), ([panel.title, *layout_figures(panel.layout)] for panel in drawn[1:]))
-    law = table(("rank", "lifespans in slots", "intervals", "at most"), _law(block))
+    law_rows = (
+        [f"rank {rank}", "; ".join(f"stage {life.stage}: {life.slots}" for life in lives), " + ".join(terms(block, rank)), str(held)]
+        for rank, (lives, held) in enumerate(zip(lifespans(block), memory_law(block), strict=True))
+    )
+    law = table(("rank", "lifespans in slots", "intervals", "at most"), law_rows)
     sections = (
         section("steps", "Steps, in slots and stage activations", figures),
         section("law", "Lifespans and the memory law", law),
@@ -47,10 +51,3 @@ def _timeline(panel: Panel) -> Timeline:
 
 def _starts(timeline: Timeline) -> list[int]:
     return [span.start for _, span in timeline.spans()]
-
-
-def _law(block: Block) -> list[list[str]]:
-    return [
-        [f"rank {rank}", "; ".join(f"stage {life.stage}: {life.slots}" for life in lives), " + ".join(terms(block, rank)), str(held)]
-        for rank, (lives, held) in enumerate(zip(lifespans(block), memory_law(block), strict=True))
-    ]

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import cycle, repeat
 from math import isfinite
-from typing import Any
 
 from zerobubble.arguments import takes
-from zerobubble.explain import PARTS, Account
+from zerobubble.explain import PARTS
 from zerobubble.kinds import Kind, traits_of
 from zerobubble.units import ms, show_bytes, show_ms, show_percent
 from zerobubble.view.columns import Viewed
@@ -21,7 +20,9 @@ from zerobubble.view.report import REFERENCE, MemoryRow, Report, ThroughputRow
 def report_html(report: Report) -> str:
     """Returns the HTML page of `report`, with every text escaped."""
     sections = (_headline, _timelines, _difference, _losses, _throughput, _memory, _notes)
-    losses = [_run_data(name, report.losses[name], color) for name, color in _run_colors(report)]
+    # A loss that is not finite becomes null, which leaves a gap in the line of the chart.
+    values = {name: [loss if isfinite(loss) else None for loss in losses] for name, losses in report.losses.items()}
+    losses = [{"name": name, "values": values[name], "color": color} for name, color in _run_colors(report)]
     body = (header(report.title, report.facts), *(part(report) for part in sections))
     return page(escape(report.title), body, list(_viewed(report)), losses)
 
@@ -109,7 +110,11 @@ def _difference(report: Report) -> str:
     if report.difference is None:
         return ""
     titles = ("times in ms", *PARTS, "run")
-    figures = table(titles, map(_account_row, report.difference.accounts), "accounts")
+    rows = (
+        [f"rank {account.rank}", *(f"{ms(time):,.2f}" for time in (*account.parts(), account.total))]
+        for account in report.difference.accounts
+    )
+    figures = table(titles, rows, "accounts")
     items = "".join(map(_causes, *zip(*report.difference.by_rank(), strict=True)))
     body = f'{figures}<ul class="accounts-list">{items}</ul>'
     return section("difference", "Run against plan", body, "" if report.timelines else escape(_outcome(report)))
@@ -118,10 +123,6 @@ def _difference(report: Report) -> str:
 def _causes(idle: str, causes: Sequence[tuple[str, str]]) -> str:
     listed = "".join(f"<tr><td>{escape(time)}</td><td>{escape(cause)}</td></tr>" for time, cause in causes)
     return f"<li>{escape(idle)}<table>{listed}</table></li>"
-
-
-def _account_row(account: Account) -> list[str]:
-    return [f"rank {account.rank}", *(f"{ms(time):,.2f}" for time in (*account.parts(), account.total))]
 
 
 def _losses(report: Report) -> str:
@@ -199,28 +200,16 @@ def memory_section(memory: Sequence[MemoryRow], title: str = "Peak activation me
 
 
 def _memory_row(row: MemoryRow, top: int) -> str:
-    bars = "".join(_memory_bar(name, size, top) for name, size in (("predicted", row.predicted), ("measured", row.measured)))
+    sizes = {name: size for name, size in (("predicted", row.predicted), ("measured", row.measured)) if size is not None}
+    bars = "".join(f'<div class="{name}" style="width:{100 * size / top:.2f}%"></div>' for name, size in sizes.items())
     mark = ""
     if row.limit is not None:
         text = f"limit {show_bytes(row.limit)}"
         mark = f'<i class="limit" style="left:{100 * row.limit / top:.2f}%" title="{text}"></i>'
-    return f'<div class="rank">rank {row.rank}</div><div class="bars">{bars}{mark}</div>{_memory_text(row)}'
-
-
-def _memory_bar(name: str, size: int | None, top: int) -> str:
-    return "" if size is None else f'<div class="{name}" style="width:{100 * size / top:.2f}%"></div>'
-
-
-def _memory_text(row: MemoryRow) -> str:
-    sizes = "".join(f"<div>{'–' if size is None else show_bytes(size)}</div>" for size in (row.predicted, row.measured))
-    return f'<div class="sizes">{sizes}</div>'
+    texts = "".join(f"<div>{'–' if size is None else show_bytes(size)}</div>" for size in (row.predicted, row.measured))
+    return f'<div class="rank">rank {row.rank}</div><div class="bars">{bars}{mark}</div><div class="sizes">{texts}</div>'
 
 
 def _notes(report: Report) -> str:
     items = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
     return section("notes", "Notes", f"<ul>{items}</ul>" if items else "")
-
-
-def _run_data(name: str, losses: Sequence[float], color: str) -> dict[str, Any]:
-    """Returns a run for the chart. A loss that is not finite becomes null, which leaves a gap in the line."""
-    return {"name": name, "values": [loss if isfinite(loss) else None for loss in losses], "color": color}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import isfinite
 from statistics import mean
 from typing import Any
 
@@ -18,9 +19,9 @@ def figures(run: WatchedRun) -> dict[str, Any]:
     return {
         "run": run.name,
         "title": run.title,
-        "schedule": None if run.schedule is None else run.schedule.name,
+        "schedule": None if run.header.schedule is None else run.header.schedule.name,
         "ranks": run.num_ranks,
-        "microbatches": None if run.schedule is None else run.schedule.num_microbatches,
+        "microbatches": None if run.header.schedule is None else run.header.schedule.num_microbatches,
         "status": {**status._asdict(), "state": status.state.value},
         "now": time.time(),
         **_step(run),
@@ -37,11 +38,11 @@ def figures(run: WatchedRun) -> dict[str, Any]:
 
 def _step(run: WatchedRun) -> dict[str, Any]:
     """Return the number and figures of the latest step, and its plan."""
-    plan, recent = run.plan, [log for log in run.logs.values() if log.recent]
+    plan, recent = run.header.plan, [log for log in run.logs.values() if log.recent]
     latest = next((log.last for log in recent if log.last is not None and log.last.step == run.step), None)
     return {
         "step": None if run.step < 0 else run.step,
-        "loss": _finite(latest.loss if latest else None),
+        "loss": latest.loss if latest and latest.loss is not None and isfinite(latest.loss) else None,
         "step_seconds": run.step_seconds or None,
         "bubble": mean(mean(report.bubble for report in log.recent) for log in recent) if recent else None,
         "planned": None if plan is None else {"step_seconds": plan.makespan / 1e9, "bubble": plan.bubble_makespan},
@@ -66,7 +67,7 @@ def passes(run: WatchedRun) -> list[dict[str, Any]]:
     for rank, log in run.logs.items():
         now = medians(list(log.recent))
         reference = log.reference
-        by_plan = drifts(now, run.costs)
+        by_plan = drifts(now, run.header.costs)
         by_first = {name: seconds / reference[name] - 1 for name, seconds in now.items() if reference.get(name)}
         for name, seconds in now.items():
             drift = by_plan.get(name, by_first.get(name))
@@ -87,10 +88,6 @@ def waits(run: WatchedRun) -> list[dict[str, Any]]:
 
 def memory(run: WatchedRun) -> list[dict[str, Any]]:
     """Return the bytes held for backward on each rank, as measured last and as forecast by the costs."""
-    forecast = dict(enumerate(run.forecast))
+    forecast = dict(enumerate(run.header.forecast))
     measured = {rank: log.peak_bytes for rank, log in run.logs.items()}
     return [{"rank": rank, "measured": measured.get(rank), "forecast": forecast.get(rank)} for rank in range(run.num_ranks)]
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not abs(value) < float("inf") else value

@@ -71,17 +71,17 @@ def _named(timeline: Timeline, run: WatchedRun, runs: Sequence[WatchedRun]) -> T
 def _viewed(run: WatchedRun) -> Iterator[Viewed]:
     if run.details is None:
         return
-    if run.plan is not None:
-        yield Viewed(run.plan, costs=run.costs)
+    if run.header.plan is not None:
+        yield Viewed(run.header.plan, costs=run.header.costs)
     yield Viewed(run.details, gaps=_gaps(run))
 
 
 def _gaps(run: WatchedRun) -> Sequence[Sequence[Gap]]:
     """Returns what ranks waited for; empty without costs, and for a step of another schedule than the last one."""
-    if run.details is None or run.schedule is None or run.costs is None:
+    if run.details is None or run.header.schedule is None or run.header.costs is None:
         return ()
     try:
-        return gaps(run.schedule, run.costs, run.details)
+        return gaps(run.header.schedule, run.header.costs, run.details)
     except ZeroBubbleError:
         return ()
 
@@ -90,7 +90,7 @@ def _lead(runs: Sequence[WatchedRun]) -> str:
     steps = [f"step {run.details_step} of {run.title}" for run in runs if run.details is not None]
     if not steps:
         return "No step has been recorded in detail yet."
-    planned = any(run.details is not None and run.plan is not None for run in runs)
+    planned = any(run.details is not None and run.header.plan is not None for run in runs)
     return f"S{' and '.join(steps)[1:]}, {'below its plan, ' if planned else ''}on one time axis."
 
 
@@ -223,7 +223,7 @@ def _tables(runs: Sequence[WatchedRun], states: Sequence[dict[str, Any]], place:
 
 def _stages(run: WatchedRun, state: dict[str, Any]) -> tuple[str, str]:
     rows = sorted(state["passes"], key=lambda row: -abs(row["drift"] or 0.0))
-    against = "the plan" if run.costs is not None else "the first steps of the run"
+    against = "the plan" if run.header.costs is not None else "the first steps of the run"
     lead = f"Median times of passes in the last steps, against {against}."
     if len(rows) > MOST_ROWS:
         lead += f" These are the {MOST_ROWS} of {len(rows)} that drift most."

@@ -12,11 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from zerobubble.costs import Costs
 from zerobubble.display import file_titles
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError
 from zerobubble.explain import Difference, diff
-from zerobubble.ir import Schedule
 from zerobubble.run_folder import HEADER, MOST_RANKS, NUM_DETAILS, detail_name, log_name
 from zerobubble.timeline import Timeline
 from zerobubble.watch.rank_log import RankLog
@@ -57,12 +55,10 @@ class WatchedRun:
 
     Attributes:
         name, path, title: The folder as given, its absolute path, and the name under which a page shows it: the last part of the path.
-        schedule, costs: Those of the latest part of the run; costs are None if the hook had none.
-        plan: The step as simulated with these costs.
-        forecast: The most bytes that each rank holds for backward by the costs; empty without them.
+        header: The schedule of the latest part of the run, its costs (None if the hook had none), and the plan and memory by these costs.
         details: The latest step that every rank recorded in detail, whose number is `details_step`.
-        details_seconds: The time of that whole step on the slowest rank; 0 if a rank recorded none.
-        difference: That step against its plan; None without costs, and if the step is of another schedule than the last one.
+        details_seconds: The time of this step on the slowest rank; 0 if a rank recorded none.
+        difference: This step against its plan; None without costs, and if the step ran another schedule than the latest.
         series: The figures of each step: the loss, the seconds of the step and its bubble, and the seconds of each stage's passes.
 
     Raises `InputError` for a folder that is not a run, and for a damaged file, in each `refresh` until it is restored. Files may be from
@@ -87,22 +83,6 @@ class WatchedRun:
         self._shown: dict[int, Details] = {}
         self.series: dict[str, Series] = {}
         self.refresh()
-
-    @property
-    def schedule(self) -> Schedule | None:
-        return self.header.schedule
-
-    @property
-    def costs(self) -> Costs | None:
-        return self.header.costs
-
-    @property
-    def plan(self) -> Timeline | None:
-        return self.header.plan
-
-    @property
-    def forecast(self) -> tuple[int, ...]:
-        return self.header.forecast
 
     def refresh(self) -> None:
         """Read what the ranks have written since the last time."""
@@ -163,10 +143,10 @@ class WatchedRun:
             self.difference = self._compare(self.details)
 
     def _compare(self, step: Timeline) -> Difference | None:
-        if self.schedule is None or self.costs is None:
+        if self.header.schedule is None or self.header.costs is None:
             return None
         try:
-            return diff(self.schedule, self.costs, step)
+            return diff(self.header.schedule, self.header.costs, step)
         except ZeroBubbleError:
             return None
 

@@ -294,7 +294,8 @@ def _workload(data: Any, options: WorkOptions) -> Workload:
         sentence = "{key!r} is unknown; {expected}" if unknown else "the list {key!r} is missing; {expected}"
         raise ParseError(sentence, key=(*unknown, *lacking)[0], expected=_FORM)
     ranks = max(len(data[key]) for key in _COLUMNS)
-    forward, backward, weight = (_whole_column(data[key], ranks) for key in _COLUMNS)
+    # Missing times are None, which `Workload` refuses with the rank.
+    forward, backward, weight = (data[key] + [None] * (ranks - len(data[key])) for key in _COLUMNS)
     links = data.get("comm", options.comm)
     links = links if isinstance(links, list) else [links] * ranks
     links = links + [options.comm] * (len(links) == ranks - 1)
@@ -313,8 +314,3 @@ def _columns(rows: Sequence[Any]) -> dict[str, list[Any]]:
         if not isinstance(row, list) or len(row) != len(_COLUMNS):
             raise ParseError("rank {rank} needs three times in ms, [F, B, W], got {row!r:.60}", rank=rank, row=row)
     return {name: [row[k] for row in rows] for k, name in enumerate(_COLUMNS)}
-
-
-def _whole_column(values: list[Any], ranks: int) -> list[Any]:
-    """The column, padded with None, which `Workload` refuses with the rank."""
-    return values + [None] * (ranks - len(values))

@@ -43,10 +43,6 @@ class Evaluation:
     copies: int = 0
 
     @property
-    def schedule(self) -> Schedule:
-        return self.costed.schedule
-
-    @property
     def caption(self) -> str:
         """The period, the makespan and their bubbles."""
         return period_caption(self.timeline, self.costed.period)
@@ -59,7 +55,7 @@ class Evaluation:
     def idle_by(self, cause: str) -> int:
         """Returns the total idle time of all ranks by this cause, in ns."""
         if cause == COPIES:
-            return self.copies * self.schedule.num_ranks
+            return self.copies * self.costed.schedule.num_ranks
         time: int = getattr(self.idle.overall, cause)
         return time
 
@@ -166,8 +162,8 @@ def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dic
     peak_bytes = {"peak_bytes": max(evaluation.peaks), "peak_bytes_per_rank": list(evaluation.peaks)} if evaluation.costed.in_bytes else {}
     sent = {} if message_bytes is None else {"sent_bytes": evaluation.messages * message_bytes}
     return {
-        "name": evaluation.schedule.name,
-        "num_stages": evaluation.schedule.num_stages,
+        "name": evaluation.costed.schedule.name,
+        "num_stages": evaluation.costed.schedule.num_stages,
         **figures_to_dict(evaluation.costed, timeline),
         "peak_microbatches": max(evaluation.peak_microbatches),
         "peak_microbatches_per_rank": evaluation.peak_microbatches,
@@ -216,7 +212,7 @@ def note_of(evaluations: Sequence[Evaluation]) -> str:
 def title_of(evaluations: Sequence[Evaluation]) -> str:
     """Describes the shape and the costs that all have in common."""
     first = evaluations[0]
-    return f"{first.schedule.num_ranks} ranks, {first.schedule.whole_microbatches} microbatches, {first.costed.source}"
+    return f"{first.costed.schedule.num_ranks} ranks, {first.costed.schedule.whole_microbatches} microbatches, {first.costed.source}"
 
 
 def write_page(file: str, evaluations: Sequence[Evaluation], message_bytes: int | None = None, sections: Sequence[str] = ()) -> None:

@@ -94,7 +94,7 @@ def _beyond_memory(problem: Problem, evaluations: list[Evaluation]) -> Iterator[
     """Yields a sentence if 1F1B does not fit the memory."""
     last = evaluations[-1]
     over = [rank for rank, (peak, limit) in enumerate(zip(last.peaks, problem.limits.memory, strict=True)) if peak > limit]
-    if last.schedule.name == USUAL and over:
+    if last.costed.schedule.name == USUAL and over:
         held = counted(last.peak_microbatches[over[0]], "microbatch")
         yield f"{USUAL} does not fit: rank {over[0]} would hold {held}, more than its memory."
 
