@@ -84,7 +84,9 @@ def load_document(text: str, name: str = "unnamed") -> Document:
     first = next((line.strip() for line in text.split("\n") if line.partition("#")[0].strip()), "")
     if not first.startswith("zerobubble"):
         fault = f"it begins with {shown(first)}" if first else "it is empty"
-        raise ParseError("the text has no known form: {fault}; {expected}", fault=fault, argument="format", got=first, expected=_STARTS)
+        remedy = f"give what the file contains, Path({first!r}).read_text()" if re.fullmatch(r"\S+\.(json|txt|csv)", text) else ""
+        message = "the text has no known form: {fault}; {expected}"
+        raise ParseError(message, fault=fault, argument="format", got=first, expected=_STARTS, remedy=remedy)
     is_program = text.lstrip().startswith("zerobubble program")
     try:
         return Program.from_text(text) if is_program else Schedule.from_text(text)
