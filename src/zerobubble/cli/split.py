@@ -143,14 +143,9 @@ def _split(config: str, options: ModelOptions, show: Callable[[str], None]) -> M
 
 
 def _counted_dtype(config: str) -> CountedDtype:
-    """Returns the dtype of the model that Transformers makes of a configuration, or of its text model."""
-    from torch import get_default_dtype
+    from zerobubble.models.from_config import dtype_of
 
-    from zerobubble.models.from_config import read_config
-
-    settings = read_config(config)
-    stated = settings.dtype or settings.get_text_config().dtype
-    return CountedDtype(str(stated or get_default_dtype()).removeprefix("torch."), in_config=stated is not None)
+    return CountedDtype(*dtype_of(config))
 
 
 _OF_EXTRA = ("torch", "numpy", "transformers", "accelerate", "llvmlite")

@@ -64,6 +64,13 @@ def read_config(path: str) -> Any:
         ) from error
 
 
+def dtype_of(path: str) -> tuple[str, bool]:
+    """Returns the dtype of the model that Transformers makes of a configuration or its text model, and whether the file states it."""
+    config = read_config(path)
+    stated = config.dtype or config.get_text_config().dtype
+    return str(stated or torch.get_default_dtype()).removeprefix("torch."), stated is not None
+
+
 def _transformers() -> Any:
     try:
         return import_module("transformers")
