@@ -24,6 +24,7 @@ MISTAKES: list[tuple[str, Stated]] = [
     ("cluster", ("'cluster'", "plan")),
     (f"make zb-h9 {P}", ("'zb-h9'", "'zb-h1'")),
     (f"compare zb-h1 zbv {P}", ("'zbv'", "'zb-v'")),
+    (f"compare 1f1b,zb-v {P}", ("'1f1b,zb-v'", "spaces")),
     ("table zb-h9", ("'zb-h9'", "'zb-h1'")),
     ("block zb-x -p 4", ("'zb-x'", "zb-h1")),
     # arguments that are missing, or too many
@@ -82,7 +83,10 @@ MISTAKES: list[tuple[str, Stated]] = [
     ("plan config.json --gpu H100 --gpus 0", ("gpus", 0, 1)),
     ("plan config.json --gpu H100 --gpus 8 --sequence 4k", ("--sequence", "'4k'")),
     ("plan config.json --gpu H100 --gpus 8 --precision fp16", ("H100", "'fp16'", "'bf16'")),
-    ("plan config.json --gpu H100 --gpus 8 --memory 80", ("--memory", 80, "70GB")),
+    ("plan config.json --gpu H100 --gpus 8 --sequence 2k", ("--sequence", "'2k'", 2048)),
+    ("plan config.json --gpu H100 --gpus 8 --memory 80", ("--memory", 80, "config.json", "70GB")),
+    ("plan --model llama3-70b --gpu H100 --gpus 8 --memory 80", ("--memory", 80, "--model", "70GB")),
+    ("plan config.json --gpu H100 --gpus 8 --tp 3", ("--tp", "tp", "CONFIG", "--pipeline-only")),
     ("plan config.json --gpu H100 --gpus 8 --memory 1GB", ("8 H100", "1 GB", "--memory")),
     ("plan config.json --gpu H100 --gpus 8 -p 4", ("config.json", "--ranks")),
     ("plan config.json --gpu H100 --gpus 8 -o out.json", ("--output", "split", "layers.json")),
@@ -113,10 +117,17 @@ MISTAKES: list[tuple[str, Stated]] = [
     ("doctor --measure speeds", ("'speeds'", "speeds.json")),
     (f"make zb-h1 {P} -o out.docx", ("docx", "out.txt")),
     ("plan missing.json --gpu RTX4090 --gpus 8", ("missing.json", "FOLDER")),
-    ("split gpt9", ("gpt9", "FOLDER")),
+    ("plan missing.json --gpu RTX4090", ("missing.json", "FOLDER")),
+    ("split gpt9", ("gpt9", "config.json")),
+    ("split missing.json --stages 2", ("missing.json", "FOLDER")),
+    ("show costs.json", ("costs.json", "--costs")),
+    ("diff costs.json timeline.json", ("costs.json", "--costs")),
+    ("diff timeline.json timeline.json", ("timeline.json", "diff", "zb-h1", "--costs")),
+    ("compare zb-h1 zb-v -p 4 -m 8 --costs costs.json", ("'zb-v'", 8, 4, "pipe.profile", "--times")),
     ("trace list.json", ("list.json", "export_chrome_trace")),
     ("watch nowhere", ("nowhere", "zb.hooks.Telemetry")),
     ("watch folder", ("folder", "run.json", "zb.hooks.Telemetry")),
+    ("watch runs", ("runs", "run.json", "runs/first")),
     (f"make zb-h1 {P} -o nowhere/out.txt", ("out.txt", "nowhere", "folder")),
     (f"make zb-h1 {P} -o folder", ("folder", "file")),
     (f"make zb-h1 {P} -o out.pdf", ("pdf", "out.png", "out.svg")),
@@ -147,12 +158,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gpt2.json": json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 1024, "vocab_size": 99}),
         "layers.json": json.dumps(zb.partition.layers_to_dict([zb.partition.Layer(1, 1, 1, 1, 1)] * 2)),
         "gpu.json": json.dumps({"format": "zerobubble gpu 1", "name": "mine"}),
+        "timeline.json": json.dumps(zb.simulate(zb.make("1f1b", 2, 4), zb.Costs.uniform(2)).to_dict()),
         "costs.json": json.dumps(zb.Costs.uniform(4).to_dict()),
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "binary.json").write_bytes(bytes(range(256)))
     (folder / "folder").mkdir()
+    (folder / "runs/first").mkdir(parents=True)
+    (folder / "runs/first/run.json").touch()
     return folder
 
 

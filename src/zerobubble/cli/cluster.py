@@ -56,6 +56,11 @@ class ClusterOptions:
     top: int = option("--top", type=int, default=10, metavar="N", help="Number of ways to print.")
     verbose: bool = option("--verbose", is_flag=True, help="Print all assumptions, not only the main ones.")
 
+    @property
+    def source(self) -> str:
+        """What names the model on the command line: `--model`, or the file given as CONFIG."""
+        return "--model" if given_flags("model") or self.model is None else self.model
+
 
 cluster_options = option_group(ClusterOptions, "cluster", CLUSTER)
 _OWN = {column.name for column in fields(ClusterOptions)}
@@ -77,14 +82,14 @@ MEANINGS = (
 def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureFiles, as_json: bool) -> None:
     """Prints and draws the fastest ways to divide the model. Raises `InputError` with all options that are missing or do not apply."""
     _refuse_others(options)
+    model = None if options.model is None else known_model(options.model)
     lacking = [flag for flag, value in (("--gpu", options.gpu), ("--gpus", options.gpus)) if value is None]
-    if options.model is None or options.gpu is None or options.gpus is None:
+    if model is None or options.gpu is None or options.gpus is None:
         raise InputError(
             "{argument} needs {needed}, such as --gpu H100 --gpus 1024", argument=options.model or "--model", needed=" and ".join(lacking)
         )
     if not options.pipeline_only:
         require_with("fsdp", "--pipeline-only", "give both")
-    model = known_model(options.model)
     if options.sequence is not None:
         model = with_sequence(model, options.sequence)
     with _bar() as progress:
@@ -122,8 +127,7 @@ def _refuse_others(options: ClusterOptions) -> None:
         remedy = "leave it out" if len(flags) == 1 else "leave them out"
         if "--output" in flags:
             remedy += ", or give layers: `zerobubble split MODEL -o layers.json`, `zerobubble plan --layers layers.json -o plan.json`"
-        model = "--model" if given_flags("model") else options.model
-        raise InputError("{argument} cannot be used with {model}", argument=" and ".join(flags), model=model, remedy=remedy)
+        raise InputError("{argument} cannot be used with {model}", argument=" and ".join(flags), model=options.source, remedy=remedy)
 
 
 def _text(divisions: Divisions, verbose: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,6 +143,10 @@ def _no_such_option(error: click.NoSuchOption) -> str:
     """Returns the message with the option that was meant, which may have another name in Python or in other libraries."""
     params = error.ctx.command.params if error.ctx is not None else ()
     flags = {flag.lstrip("-").replace("-", "_"): flag for param in params for flag in param.opts if flag.startswith("--")}
+    if "pipeline_only" in flags and error.option_name in _DIVIDED:
+        ways = ", ".join(flag.lstrip("-") for flag in _DIVIDED)
+        remedy = f"with CONFIG or --model, the command tries all values of {ways} itself, or only 1 of tp, cp and ep with --pipeline-only"
+        return f"there is no option {error.option_name}: {remedy}"
     flag = flags.get(nearest_name(error.option_name.lstrip("-").replace("-", "_"), list(flags)))
     return f"there is no option {error.option_name}: {f'did you mean {flag}?' if flag else 'see --help'}"
 
@@ -168,6 +173,8 @@ def _an_example(context: click.Context | None) -> str:
     return f"for example, {example}" if example else "see --help"
 
 
+_DIVIDED = ("--tp", "--cp", "--ep", "--dp")
+"""Options of training programs whose values `plan` chooses for a model."""
 _EXTRA = "Got unexpected extra argument"
 _NOT_A = {
     f"is not a valid {kind}{suffix}": f"is not a {words}"
@@ -186,6 +193,8 @@ def _plainly(message: str, kind: object) -> str:
     if isinstance(kind, (click.IntRange, click.FloatRange)) and _RANGE in message:
         return f"{message.partition(_RANGE)[0].removesuffix('.0')} is not {_range_text(kind)}"
     ending = next((words for words in _NOT_A if message.endswith(words)), "")
+    if isinstance(kind, click.types.IntParamType) and (thousands := re.match(r"'(\d{1,6})[kK]'", message)):
+        return f"{thousands[0]} is not a whole number: give {1024 * int(thousands[1])}"
     return f"{message.removesuffix(ending)}{_NOT_A[ending]}" if ending else message
 
 

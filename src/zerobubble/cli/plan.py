@@ -161,12 +161,11 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         """The memory of each rank, if given in bytes."""
         return self.memory.count if isinstance(self.memory, Bytes) else None
 
-    @property
-    def gpu_bytes(self) -> int | None:
-        """The memory of a GPU in bytes. Raises if it is given in microbatches."""
+    def gpu_bytes(self, model: str) -> int | None:
+        """Returns the memory of a GPU in bytes. Raises if it is given in microbatches, as for another problem than a `model`."""
         if self.rank_microbatches is not None:
-            sentence = "{argument} {got:g} with --model must have a unit of bytes"
-            raise InputError(sentence, argument="--memory", got=self.rank_microbatches, remedy="give the memory of a GPU, such as 70GB")
+            sentence, remedy = "{argument} {got:g} with {model} must have a unit of bytes", "give the memory of a GPU, such as 70GB"
+            raise InputError(sentence, argument="--memory", got=self.rank_microbatches, model=model, remedy=remedy)
         return self.rank_bytes
 
     @property
@@ -243,7 +242,7 @@ def plan_command(
         refuse_together("model", "config")
         cluster = replace(cluster, model=config)
     if cluster.model is not None:
-        plan_cluster(cluster, options.gpu_bytes, pictures, as_json)
+        plan_cluster(cluster, options.gpu_bytes(cluster.source), pictures, as_json)
         return
     require_model(cluster, but="gpu" if options.source is not None or options.layers is not None else None)
     if as_json and form is not None:

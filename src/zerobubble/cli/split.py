@@ -63,7 +63,7 @@ class ModelOptions:
 
 
 @click.command("split")
-@click.argument("config", type=Existing())
+@click.argument("config", type=Existing("a model's config.json, or its folder"))
 @click.option("--stages", type=click.IntRange(min=1), metavar="S", help="Number of stages, one on each rank.")
 @click.option("--schedule", metavar="NAME", help=f"Cut for this schedule: {INPUT_HELP}.")
 @shape_options

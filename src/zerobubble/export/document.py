@@ -64,6 +64,13 @@ _NAMES: dict[type[Document], str] = {
     Workload: "the work of ranks",
 }
 
+_INSTEAD: dict[type[Document], str] = {
+    Costs: "name the schedule, and give this file as --costs",
+    Timeline: "name the schedule that ran, as in zerobubble diff zb-h1 run.json --costs costs.json",
+    Workload: "zerobubble plan --costs takes it",
+}
+"""What to do on the command line with a file that has no schedule."""
+
 _FILE_NAME = re.compile(r"\S+\.(csv|json|txt)")
 _STARTS = "schedules start with 'zerobubble schedule 1', '{' (JSON) or a pass such as 0F0 (CSV)"
 
@@ -109,8 +116,8 @@ def schedule_of(value: Document) -> Schedule:
         return value
     if isinstance(value, Plan):
         return value.schedule
-    remedy = "; zerobubble diff compares it with the schedule that ran" if isinstance(value, Timeline) else ""
-    raise ParseError("the file has {got}, not a schedule or a plan{remedy}", got=describe_document(value), remedy=remedy)
+    remedy = _INSTEAD.get(type(value), "")
+    raise ParseError("the file has {got}, not a schedule or a plan", got=describe_document(value), remedy=remedy)
 
 
 @takes(text=str, name=str)

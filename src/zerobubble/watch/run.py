@@ -93,7 +93,9 @@ class WatchedRun:
         missing = [name for name, is_there in ((HEADER, HEADER in names), (log_name(0), bool(self._all_logs))) if not is_there]
         if missing:
             message = "{folder} is not a run folder: it has no {file}"
-            raise InputError(message, folder=self.name, file=" and no ".join(missing), remedy=_RIGHT_FOLDER)
+            inside = min((header.parent for header in self._folder.glob(f"*/{HEADER}")), default=None)
+            remedy = _RIGHT_FOLDER if inside is None else f"give a run in it, such as {inside}"
+            raise InputError(message, folder=self.name, file=" and no ".join(missing), remedy=remedy)
         for log in self._all_logs.values():
             log.refresh()
         self.header = self._header.content()

@@ -196,14 +196,19 @@ def number_of_bytes(ctx: click.Context, param: click.Parameter, value: str | Non
 
 
 class Existing(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
-    """The name of a file or folder that can be read; the errors are those of other files."""
+    """The name of a file or folder that can be read. The errors are those of other files, or what is `expected` for a word that is none."""
 
     name = "path"
+
+    def __init__(self, expected: str = "") -> None:
+        self.expected = expected
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
             os.stat(value)
         except OSError as error:
+            if self.expected and not os.path.splitext(value)[1]:
+                raise InputError("there is no file or folder {got}", got=value, remedy=f"give {self.expected}") from error
             raise unusable("read", value, error) from error
         return value
 

@@ -145,10 +145,11 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
     recipe = registry.find(name)
     if recipe is None:
         names = known_schedules()
+        nearest = "separate schedules by spaces; " if "," in name else near(name, names)
         raise InputError(
             "there is no schedule and no file {name!r}: {nearest}known schedules are {known}",
             name=name,
-            nearest=near(name, names),
+            nearest=nearest,
             known=", ".join(names),
         )
     if shape.ranks is None or shape.microbatches is None:
@@ -276,7 +277,11 @@ def _with_costs_of_stages(inputs: Sequence[NamedSchedule], costing: CostOptions)
 
 
 def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
-    costs.require_schedule(schedule)
+    try:
+        costs.require_schedule(schedule)
+    except InputError as error:
+        remedy = f"measure under {schedule.name} with pipe.profile, or give --times instead of {file}"
+        raise InputError("{reason}; {remedy}", reason=str(error), remedy=remedy) from error
     return Costed(schedule, costs, _costs_of(file), is_measured=True)
 
 
