@@ -73,7 +73,8 @@ def test_why_a_run_is_slower_than_its_plan(tmp_path: Path) -> None:
     state = figures(run)
     states(state["outcome"], "Step 3", "F", "stage 1", "rank 1", "30 ms", "10 ms", "rank 0 waits")
     assert "200 ms" not in state["outcome"]
-    (why,) = [page_parts([run], [state])["why"]]
+    (why, cards) = [page_parts([run], [state])[part] for part in ("why", "cards")]
+    states(cards, "1F", "rank 1", "1 step")
     assert state["outcome"] in why
     recorded.details(4, simulate(SCHEDULE, COSTS), slot=1)  # planned passes in a step of 200 ms
     run.refresh()

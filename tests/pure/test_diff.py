@@ -208,6 +208,19 @@ def test_messages_that_do_not_fit_the_plan_are_named_whatever_the_main_cause() -
     assert "planned were" not in near.outcome
 
 
+def test_the_host_is_named_if_it_costs_more_than_messages_that_do_not_fit() -> None:
+    plan, times = Costs.from_ms((1, 1), (1, 1), (1, 1), 0.1), Costs.from_ms((1, 6), (1, 1), (1, 1), 0.3)
+    for lag, is_named in ((3, True), (0, False)):
+        found = diff(SCHEDULE, plan, play_with(SCHEDULE, times, {}, {Op.parse("1BW0"): lag * NS_PER_MS}))
+        assert found.cause is not None
+        assert found.cause.part == "passes"
+        states(found.outcome, "0.3 ms", "0.1 ms")
+        assert ("3.00 ms" in found.outcome, "Pipeline.profile" in found.outcome) == (is_named, not is_named)
+    late = diff(SCHEDULE, plan, play_with(SCHEDULE, replace(plan, comm=times.comm), {}, {Op.parse("1BW0"): 9 * NS_PER_MS}))
+    assert late.cause is not None
+    assert (late.cause.part, "Pipeline.profile" in late.outcome) == ("host", False)
+
+
 def test_another_schedule_is_refused() -> None:
     with raises(InputError, "rank 0", "0F2", "place 2", "0BW0"):
         diff(make("gpipe", 2, 4), Costs.uniform(2), simulate(SCHEDULE, COSTS))

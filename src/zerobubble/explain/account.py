@@ -220,12 +220,19 @@ class Difference(Displayed):
         return f"{took}{why}{self._wrong_messages()}"
 
     def _wrong_messages(self) -> str:
-        """Return a sentence if messages are off by a factor that matters in a step, and the cause does not say so."""
+        """Return a sentence if messages are off by a factor that matters in a step, and the cause does not say so.
+
+        If the host costs more than they do, the sentence names it, since messages of another profile would not change that.
+        """
         planned, measured = self.messages or (0, 0)
         least, most = sorted((planned, measured))
         if most < FACTOR * least or LEAST * (most - least) < self.planned or (self.cause and self.cause.part == "messages"):
             return ""
         taken = f"take {show_ms(measured)} on average, planned were {show_ms(planned)}"
+        first = self.accounts[0]  # changes of the makespan are the same for every rank
+        if first.host > abs(first.comm):
+            text = f" Passes that have all they need also start late ({_ms(first.host)}), which costs more than messages: they {taken}."
+            return "" if self.cause and self.cause.part == "host" else text
         return f" The plan does not fit the run: messages {taken}. Measure again with `Pipeline.profile` and plan with these costs."
 
     def by_rank(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -53,7 +53,7 @@ def outcome(run: WatchedRun) -> str:
     """Return in sentences how the last recorded step differs from its plan, and why; empty without a plan."""
     if run.difference is None:
         return ""
-    text, step = f"Step {run.details_step}: {run.difference.outcome}", round(run.details_seconds * NS_PER_S)
+    text, step = f"Step {run.details_step}, the last in the timeline: {run.difference.outcome}", round(run.details_seconds * NS_PER_S)
     outside = step - run.difference.measured
     if outside <= 0 or 2 * outside < step - run.difference.planned:
         return text
@@ -62,7 +62,7 @@ def outcome(run: WatchedRun) -> str:
 
 
 def passes(run: WatchedRun) -> list[dict[str, Any]]:
-    """Return the recent times of the passes of each kind and stage, with their drift from the plan, or from the first steps."""
+    """Return the times of passes by kind and stage in the last `steps`, with their drift from the plan, or from the first steps."""
     rows = []
     for rank, log in run.logs.items():
         now = medians(list(log.recent))
@@ -71,7 +71,8 @@ def passes(run: WatchedRun) -> list[dict[str, Any]]:
         by_first = {name: seconds / reference[name] - 1 for name, seconds in now.items() if reference.get(name)}
         for name, seconds in now.items():
             drift = by_plan.get(name, by_first.get(name))
-            rows.append({"rank": rank, "stage": stage_of(name), "passes": name, "seconds": seconds, "drift": drift})
+            of = {"rank": rank, "stage": stage_of(name), "passes": name, "steps": len(log.recent)}
+            rows.append({**of, "seconds": seconds, "drift": drift})
     return sorted(rows, key=lambda row: (row["stage"], row["rank"]))
 
 

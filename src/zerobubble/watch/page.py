@@ -127,7 +127,7 @@ def _figures(state: dict[str, Any]) -> dict[str, tuple[str, str]]:
     if drifting:
         worst = max(drifting, key=lambda row: row["drift"])
         than = "planned" if plan else "in the first steps"
-        where = f"{worst['passes']} on rank {worst['rank']}, than {than}"
+        where = f"{worst['passes']} on rank {worst['rank']}, than {than}: median of the last {counted(worst['steps'], 'step')}"
         slowest = (f"{show_percent(worst['drift'])} slower", where) if worst["drift"] > 0 else ("none", f"slower than {than}")
     return {
         "Step": (
