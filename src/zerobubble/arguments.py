@@ -40,7 +40,7 @@ def instance(*classes: type) -> Wanted:
 
 
 def optional(wanted: Wanted | type) -> Wanted:
-    """None, or what is `wanted`."""
+    """None, or a value as `wanted`."""
     words, accepts, remedy = _as_wanted(wanted)
     return Wanted(f"{words}, or None", lambda value: value is None or accepts(value), remedy)
 
@@ -56,7 +56,7 @@ def either(*options: Wanted | type) -> Wanted:
 
 
 def each(wanted: Wanted | type) -> Wanted:
-    """A list or tuple in which everything is what is `wanted`."""
+    """A list or tuple whose items are all as `wanted`."""
     words, accepts, remedy = _as_wanted(wanted)
     return Wanted(
         f"a list or tuple of {words.removeprefix('a ')}",
@@ -181,7 +181,7 @@ def bound(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs
 
 
 def require(what: str, value: Any, wanted: Wanted | type) -> None:
-    """Raise `InputError` unless `value`, named `what` in the message, is what is `wanted`."""
+    """Raise `InputError` unless `value`, named `what` in the message, is as `wanted`."""
     raise_all([_fault(what, value, wanted, "")])
 
 
@@ -205,7 +205,7 @@ def _require_within(what: str, value: Any, number: Wanted, least: int, most: int
 
 
 def amount_fault(what: str, value: Any, most: int = MOST, remedy: str = "") -> InputError | None:
-    """Returns the error of `require_amount`, with a `remedy` for what is no whole number; None for an amount that it accepts."""
+    """Returns the error of `require_amount`, with a `remedy` for other than whole numbers; None for an amount that it accepts."""
     return _fault_within(
         what,
         value,
@@ -230,7 +230,7 @@ def require_positive(what: str, amounts: Mapping[str, Any], *, or_zero: bool = F
 
 
 def faults_among(values: Mapping[str, Any], wanted: Mapping[str, Wanted | type]) -> list[str]:
-    """Returns a sentence for each of `values` that is not what is `wanted` of its name."""
+    """Returns a sentence for each of `values` that is not as `wanted` by its name."""
     return [str(fault) for name, want in wanted.items() if (fault := _fault(name, values[name], want, "")) is not None]
 
 

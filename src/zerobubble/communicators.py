@@ -101,7 +101,7 @@ class HeldResources(NamedTuple):
 
 
 def held_by(rank: int, communicators: Sequence[Communicator]) -> HeldResources:
-    """Return the resources that `communicators`, those of all ranks, hold on `rank`."""
+    """Return the resources that the `communicators` of all ranks hold on `rank`."""
     joined = [communicator for communicator in communicators if rank in communicator.members]
     channels = {Purpose.STAGES: channels_for(communicators), Purpose.SHARED: SHARED_CHANNELS, Purpose.SUMS: SUMS_CHANNELS}
     blocks = [channels[communicator.purpose] for communicator in joined]
@@ -197,7 +197,7 @@ def opening_launches(communicators: Iterable[Communicator], num_ranks: int) -> l
 
 
 def _instructions(program: Program, rank: int) -> Iterator[tuple[Action, Instruction]]:
-    """Yield each action of a rank with what its host does for it."""
+    """Yield each action of a rank with the instructions of its host."""
     row = program.rows[rank]
     source_of = {action.value: action.peer for action in row if isinstance(action, Recv)}
     sent: dict[Value, list[NcclOperation]] = defaultdict(list)
@@ -452,7 +452,7 @@ class Devices:
 
 
 def play(program: Program, queues: int | None = None) -> Devices:
-    """Run what a pipeline does on NCCL: create the communicators, then a step with announced shapes, and one with known ones.
+    """Run a pipeline on NCCL: create the communicators, then run a step with announced shapes, and a step with known shapes.
 
     Devices have `queues` hardware queues, by default enough.
     """

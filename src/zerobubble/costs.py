@@ -276,7 +276,7 @@ class Costs(Displayed):
         return self._of_slice(min)
 
     def _of_slice(self, share: Callable[[list[float]], float]) -> Costs:
-        """Return costs of whole microbatches as short as a slice: in each column, one `share` for those of all slices."""
+        """Return costs of whole microbatches as short as a slice: in each column, one `share` for all slices."""
         if not self.slices:
             return self
         whole, numbers = replace(self, shares=()), range(len(self.slices))
@@ -405,7 +405,7 @@ class Costs(Displayed):
 
     @takes(times=HEAD_TIMES, held=NUMBER, collective=NUMBER)
     def with_divided_head(self, times: tuple[float, float, float], *, held: float = 0.0, collective: float = 0.0) -> Costs:
-        """Return these costs with those of a divided head; the costs of the last stage must exclude the head.
+        """Return these costs with the columns of a divided head; the costs of the last stage must exclude the head.
 
         `times` are the times of a rank's part of the head for a microbatch, in ms: the forward with the softmax, the gradient for its input
         and the gradient for its weights. S takes the first two and T the last; SL takes the first and TX the last two. `held` are the bytes
@@ -467,7 +467,7 @@ class Costs(Displayed):
         """Return the time of the passes of `step` in ns.
 
         F overlapped with B or BW saves `hidden`, down to the longer of both; other pairs save nothing.
-        For microbatches with different shares, the saving is that of the smaller share.
+        For microbatches with different shares, the saving is for the smaller share.
         """
         apart = [self.time(*op) for op in step]
         if len(step) == 1 or not {value_kind for op in step for value_kind in traits_of(op.kind).makes} >= SENT_BETWEEN_STAGES:
@@ -635,7 +635,7 @@ def _askers(column: str) -> list[Kind]:
 
 
 def _faults_of_column(name: str, values: Sequence[int], stages: int) -> Iterator[InputError | None]:
-    """Yields what is wrong with the column `name` of costs of this many stages."""
+    """Yields the faults of the column `name` of costs of this many stages."""
     expected = stages - 1 if name == "comm" else stages
     if len(values) != expected:
         message = "{name} of costs for {stages} stages needs {expected} values, got {got}"

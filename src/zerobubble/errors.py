@@ -130,7 +130,7 @@ class MissingPackageError(InputError, ImportError):
 def reading(noun: str, data: Any, remedy: str = "") -> Iterator[None]:
     """Read the JSON form of a `noun`: whatever malformed `data` raises inside comes out as a `ParseError` that says what is wrong.
 
-    The `remedy` is that for a missing key.
+    The `remedy` is for a missing key.
     """
     if not isinstance(data, dict):
         raise ParseError("{noun} in JSON form must be an object, got {got}", noun=with_article(noun), got=type(data).__name__)

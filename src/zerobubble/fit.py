@@ -241,7 +241,7 @@ def _buckets(timeline: Timeline, stage: int) -> int:
 
 
 def _memory_changes(timeline: Timeline, shares: Sequence[float]) -> MemoryChanges:
-    """Return the bytes that each pass added to those of its rank; empty for a timeline without memory."""
+    """Return the bytes that each pass added on its rank; empty for a timeline without memory."""
     measured = []
     for rank, steps in enumerate(timeline.memory):
         row = timeline.rows[rank]
@@ -283,7 +283,7 @@ def _median(times: Durations, columns: tuple[str, ...], stage: int) -> int:
 
 
 def _held(changes: MemoryChanges, value_kind: ValueKind, stage: int, default: int) -> int:
-    """Return the bytes of `value_kind`: those that the passes making it add, plus those that they consume; `default` if not measured."""
+    """Return the bytes of `value_kind`: the bytes that its makers add, plus the bytes that they consume; `default` if not measured."""
     for (kind, at, recomputed_by), added in changes.items():
         if at == stage and value_kind in makes_if_recomputed(kind, recomputed_by):
             used = [other for other, hop in traits_of(kind).uses if hop == 0 and other in HELD]

@@ -471,7 +471,7 @@ class Schedule(WithHeader):
     def forward_only(self) -> Schedule:
         """Return the schedule for evaluation: only the forwards, as F, in the same order.
 
-        With several routes, all microbatches take route 0 instead, and a rank runs all forwards of one stage before those of its next.
+        With several routes, all microbatches take route 0 instead, and a rank runs all forwards of one stage before its next stage.
         """
         name, route = f"{self.name} (forward only)", self.placement.routes[0]
         if len(self.placement.routes) == 1:

@@ -429,7 +429,7 @@ def recomputing_kinds() -> frozenset[Kind]:
 
 @cache
 def head_kinds() -> frozenset[Kind]:
-    """Return the kinds of a divided head: those that gather from collectives or give to them."""
+    """Return the kinds of a divided head: they gather from collectives or give to them."""
     return frozenset(kind for kind, traits in KINDS.items() if traits.gathers or traits.gives)
 
 

@@ -12,7 +12,7 @@ from zerobubble.units import MOST_MS
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level of recomputation: `extra` is the time of R as a share of that of F, `kept` the bytes kept as a share of those that F saves.
+    """A level of recomputation: `extra` is the time of R as a share of F's time, `kept` the bytes kept as a share of the bytes F saves.
 
     Each is one number for all stages, or a tuple with one for each stage, as measured by `Pipeline.profile`. Recomputing a whole stage
     takes as long as F and keeps only the stage's input. Recomputing only large and fast parts, such as attention, takes less time and keeps
@@ -45,7 +45,7 @@ class Level:
                     raise InputError(message, name=self.name, share=share, remedy="pass a share from 0 to 1")
 
     def extra_in(self, stage: int) -> float:
-        """Return the time of R in a stage as a share of that of F."""
+        """Return the time of R in a stage as a share of F's time."""
         return self.extra[stage] if isinstance(self.extra, tuple) else self.extra
 
     def kept_in(self, stage: int) -> float:

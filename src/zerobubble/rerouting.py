@@ -59,7 +59,7 @@ def slowdown_of(before: Schedule, now: Schedule) -> Slowdown:
 
 
 def _routes(placement: Placement, replicas: Sequence[Sequence[int]], lost: Collection[int]) -> list[tuple[int, ...]]:
-    """The routes that microbatches take in turn: those of all replicas, repeated so that the holders of a lost stage take turns."""
+    """The routes that microbatches take in turn: the routes of all replicas, repeated so that the holders of a lost stage take turns."""
     originals = [tuple(ranks[rank] for rank in route) for ranks in replicas for route in placement.routes]
     before = [{original[stage] for original in originals} for stage in range(placement.num_stages)]
     holders = [sorted(ranks - set(lost)) for ranks in before]

@@ -276,7 +276,7 @@ def held_bytes(row: Sequence[Op], costs: Costs) -> list[int]:
 class _Changes(NamedTuple):
     """Changes of the bytes held by a rank, by kind of pass, stage and microbatch.
 
-    `checkpointed` are those of forwards, by the kind that recomputes them. If all microbatches are equal, there is one entry for them all.
+    `checkpointed` has the changes by recomputed forwards, by the kind of R. If all microbatches are equal, one entry stands for all.
     """
 
     plain: ByKind[list[list[int]]]

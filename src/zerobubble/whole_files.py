@@ -17,7 +17,7 @@ from zerobubble.errors import InputError, near, nearest
 PIECE_BYTES = 1 << 20
 
 _PICTURES = frozenset((".svg", ".png", ".jpg", ".jpeg", ".webp", ".pdf", ".gif"))
-"""The suffixes of pictures, with those that other programs write."""
+"""The suffixes of pictures, including those of other programs."""
 
 _WRITTEN_BY = {
     "config.json": "copy it from the folder of a model of Transformers",

@@ -186,7 +186,7 @@ _NUMBERS = {"interval": 1, "times": 3}
 
 
 def lengths(times: Times) -> dict[Kind, int]:
-    """Return the number of slots of a pass of each kind, given those of F, B and W."""
+    """Return the number of slots of a pass of each kind, from the `times` of F, B and W."""
     forward, backward, weight = times
     return {Kind.F: forward, Kind.B: backward, Kind.W: weight, Kind.BW: backward + weight}
 

@@ -26,7 +26,7 @@ from zerobubble.verify import checked
 class Layout(Displayed):
     """Passes in slots: `rows[rank]` are the passes of that rank with their start slots, first to last.
 
-    `times` are the slots of F, B and W. `name`, `placement` and `num_microbatches` are those of its `schedule`. Each of the four steps from
+    `times` are the slots of F, B and W. `name`, `placement` and `num_microbatches` belong to its `schedule`. Each of the four steps from
     a block to a finished schedule produces a layout.
     """
 

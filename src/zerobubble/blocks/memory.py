@@ -10,7 +10,7 @@ from zerobubble.ir import Kind
 
 
 class Lifespan(NamedTuple):
-    """The number of `slots` from `start`, that of F of `microbatch` on `stage`, until the stage holds nothing of it."""
+    """The `slots` for which `stage` holds something of `microbatch`, from the `start` of its F."""
 
     stage: int
     microbatch: int

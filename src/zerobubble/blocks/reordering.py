@@ -167,7 +167,7 @@ class _Sweep:
 
 
 def _advance(passes: _MovablePasses, held: list[list[int]], most: int, keep_steady_phase: bool) -> None:
-    """Move all passes up, or those of warm-up and cool-down; `held` are the stage activations of each rank in each slot."""
+    """Move all passes up, or only warm-up and cool-down; `held` has the stage activations of each rank in each slot."""
     sweep = _Sweep(passes)
     order, home, entry = passes.in_order()
     home, entered = (home, max(home, entry + 1)) if keep_steady_phase else (len(order), len(order))

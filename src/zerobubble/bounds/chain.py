@@ -135,7 +135,7 @@ def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
 
 
 def spans_of(by_rank: Sequence[RankPasses], chain: Chain, costs: Costs) -> list[BoundedTime]:
-    """Returns the spans to bound: that of the first stage's rank, and any that is longer for a microbatch alone.
+    """Returns the spans to bound: the span of the first stage's rank, and any longer span of a microbatch alone.
 
     Other spans need no bound of their own: anything that makes one of them long makes the span of the first stage's rank at least as long.
     """

@@ -197,7 +197,7 @@ def _before_first_backward(
 def _most_before(costs: Costs, stages: Sequence[int], limit: int | None, microbatches: int, levels: Sequence[Level]) -> int:
     """The most work (ns) of a rank before its first B, net of the R's that it leaves for later.
 
-    `limit` is that of the rank in bytes, None for no limit. The first B is of the last of `stages`, whose forward is held in full.
+    `limit` is the rank's memory in bytes, None for no limit. The first B is of the last of `stages`, whose forward is held in full.
     """
     columns = [(stage, costs.forward[stage], costs.held_after_f[stage]) for stage in stages]
     # A forward whose R is also done before the first B holds everything and leaves nothing for later.

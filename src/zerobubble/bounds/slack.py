@@ -166,7 +166,7 @@ def _most_at_once(limit: int, held: Sequence[tuple[int, int, Options]]) -> int:
 
 
 class Slack:
-    """The memory in which schedules of some length fit after removing the R's beyond those of the quickest levels."""
+    """The memory in which schedules of some length fit without R, except for the R's of the quickest levels."""
 
     def __init__(self, placement: Placement, limits: Limits, groups: Sequence[MicrobatchGroup]) -> None:
         self.limits, self.savings = limits, rank_savings(placement, limits, groups)

@@ -295,7 +295,7 @@ def _plan(account: Account) -> str:
 
 
 def _named(drifts: list[Drift]) -> str:
-    """The drifts that cost most, of those that are off by half a percent or more."""
+    """The costliest drifts, of at least half a percent."""
     most = sorted(drifts, key=lambda drift: -abs(drift.steps * (drift.measured - drift.planned)))[:_MOST_DRIFTS]
     listed = [str(drift) for drift in most if drift.is_off]
     return f": {', '.join(listed)}" if listed else ""

@@ -71,9 +71,9 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
 
 
 def _drifts(plan: TimedOrder, exact: TimedOrder, costs: Costs) -> tuple[tuple[Drift, ...], TimedOrder]:
-    """Returns how the median of each kind of step changes the makespan, one after another, and the order with all of them.
+    """Returns how the median of each kind of step changes the makespan, kind after kind, and the order with all medians.
 
-    If microbatches have shares, times are those of a microbatch of share 1.
+    If microbatches have shares, times are for a microbatch of share 1.
     """
     steps_by_passes: dict[Passes, list[int]] = defaultdict(list)
     for step in plan.graph.steps():

@@ -165,7 +165,7 @@ def _held_back(graph: Graph, played: Played, metric: Metric) -> list[int]:
 
 
 def _last_pass(timeline: Timeline) -> Op | None:
-    """The pass that sets the end of a timeline: one that ends then, or the one in or after which the sums over replicas begin that do."""
+    """The pass that sets the end of a timeline: it ends then, or the sums over replicas that end then begin during or after it."""
     end, rows = timeline.end, list(timeline.rows)
     for rank, row in enumerate(timeline.reductions):
         if row and row[-1].end == end and all(span.end < end for _, span in timeline.spans()):

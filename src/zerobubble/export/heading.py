@@ -19,7 +19,7 @@ _SIZE = 11
 _WIDTHS = {"ijl'": 0.222, " ft.,:;/I": 0.278, "r()-": 0.333, "ckvxyzsJ": 0.5, "FTZ": 0.611, "ABEKPSVXY": 0.667}
 _WIDTHS |= {"CDHNRUw": 0.722, "GOQ": 0.778, "mM": 0.833, "W": 0.944}
 _ADVANCES = {character: width for characters, width in _WIDTHS.items() for character in characters}
-"""Widths of characters in Arial, in ems; those of digits and other letters are `_USUAL`."""
+"""Widths of characters in Arial, in ems; digits and other letters have `_USUAL`."""
 _USUAL = 0.556
 
 

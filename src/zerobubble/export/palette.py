@@ -72,7 +72,7 @@ def num_shades(*timelines: Timeline) -> int:
 
 
 def shades_drawn(*timelines: Timeline) -> dict[Kind, list[int]]:
-    """Return the shades of each kind drawn, in order: those of the places of the stages that have passes of it."""
+    """Return the shades of each kind drawn, in order: the places of the stages with passes of this kind."""
     orders = [(timeline, stage_order(timeline)) for timeline in timelines]
     drawn = {(span.op.kind, places[rank][span.op.stage]) for timeline, places in orders for rank, span in timeline.spans()}
     shades = {kind: sorted(place for drawn_kind, place in drawn if drawn_kind is kind) for kind in KINDS}

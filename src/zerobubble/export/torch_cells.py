@@ -20,7 +20,7 @@ _VALUE_KINDS = {letter: value_kind for value_kind, letter in _DIRECTION.items()}
 
 
 class MessageEnd(NamedTuple):
-    """One end of a message, a send or a receive. `stage` is the one on this rank: the maker's for a send, the user's for a receive."""
+    """One end of a message, a send or a receive. `stage` is on this rank: the maker's for a send, the user's for a receive."""
 
     is_send: bool
     value_kind: ValueKind

@@ -55,7 +55,7 @@ def num_gathers(resident: Resident) -> int:
 
 
 def _slots(needs: Needs, sizes: Mapping[int, int], memory: Sequence[int]) -> list[int]:
-    """Return, for each step, the largest number of resident stages: those that it needs, and the smallest others.
+    """Return, for each step, the largest number of resident stages: the stages that it needs, and the smallest others.
 
     If sizes differ, this allows sets that do not fit, so the optimum with these slots is a lower bound.
     """
@@ -176,7 +176,7 @@ def _fitting(stages: Sequence[int], sizes: Mapping[int, int], memory: int) -> It
 def _undominated(states: list[_State], sizes: Mapping[int, int]) -> list[_State]:
     """Return the states without dominated ones; `states` are sorted by price.
 
-    A state is dominated if a cheaper one could gather what it lacks and would still not be more expensive.
+    A state is dominated if a cheaper state, after gathering what it lacks, is no more expensive.
     """
     kept: list[_State] = []
     for state in states:

@@ -23,7 +23,7 @@ from zerobubble.rules import Value, given_by, moving
 
 
 class SentValue(NamedTuple):
-    """A `value` sent from the rank of pass `maker` to that of pass `user`, the first there to use it; `last` is the last to use it."""
+    """A `value` sent from the rank of pass `maker` to the rank of pass `user`, the first there to use it; `last` is the last to use it."""
 
     maker: int
     user: int
@@ -125,7 +125,7 @@ def hoist_receives(graph: Graph, messages: Sequence[SentValue], posts: list[int]
 
 
 def release_points(graph: Graph, messages: Sequence[SentValue], num_stages: int) -> dict[Value, int]:
-    """Return, for each value that is sent, the pass of the sender after which it is freed.
+    """Return, for each sent value, the pass of the sender after which it is freed.
 
     That is the first pass of the sender that uses a message which the receiver sent after it used the value, or the last pass of the
     sender's row if there is no such pass. A value sent to several ranks is freed once it has arrived on all of them. A value that passes of

@@ -42,7 +42,7 @@ from zerobubble.verify import checked
 EVALUATIONS = 400
 """Default number of changes that are evaluated."""
 ROUNDS = 2
-"""Default number of rounds in which each rank revises its choice given the others'."""
+"""Default number of rounds in which each rank revises its choice while the choices of the others stay."""
 
 
 @takes(schedule=Schedule, costs=Costs, limits=Limits, link=HostLink, evaluations=WHOLE, rounds=WHOLE, by_span=bool)

@@ -31,7 +31,7 @@ from zerobubble.verify import checked
 
 
 class LaneCopy(NamedTuple):
-    """A copy on a rank's lane; `earliest` and `needed` are those of a `LaneWork`."""
+    """A copy on a rank's lane; `earliest` and `needed` are as in `LaneWork`."""
 
     earliest: int
     copying: Copying

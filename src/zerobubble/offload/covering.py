@@ -84,7 +84,7 @@ def fewest_bytes(rank: RankRow, where: int) -> int:
 
 
 def candidates(rank: RankRow, link: HostLink) -> Iterator[list[Offload]]:
-    """Yield distinct offloads that keep the rank within its limit, those that move the fewest parts first."""
+    """Yield distinct offloads that keep the rank within its limit, fewest parts first."""
     seen = set()
     for spare, margin, headstart in product(SPARES, MARGINS, HEADSTARTS):
         windows = {key: _window(rank, key, margin, link) for key in rank.parts}

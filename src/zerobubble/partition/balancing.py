@@ -279,7 +279,7 @@ def _even_cuts(loads: Loads, speeds: Sequence[float]) -> list[Cuts]:
 def shortage_text(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], even: Cuts) -> str:
     """Describes how much memory the ranks lack for any cuts, and how much would suffice.
 
-    `capacities[r]` is that of rank r. If ranks have several stages, the cuts with the smallest shortage are searched for near
+    `capacities[r]` is the capacity of rank r. If ranks have several stages, the cuts with the smallest shortage are searched for near
     `even`, cuts that give ranks about the same bytes.
     """
     missing = (

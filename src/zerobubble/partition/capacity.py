@@ -21,7 +21,7 @@ Moments = tuple[Moment, ...]
 """The moments at which the memory of a rank may peak, depending on the sizes of its stages."""
 
 Pieces = Sequence[tuple[int, int]]
-"""The layers of each stage of a rank, as the number of the first and of the one after the last."""
+"""The layers of each stage of a rank, as the numbers of the first layer and of the layer after the last."""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def stage_costs(
 ) -> Costs:
     """Returns the costs of the stages into which `cuts` divide `layers`: sums over layers, including parameters.
 
-    The message of a stage is that of its last layer.
+    The message of a stage is the message of its last layer.
 
     With `speeds` of the ranks of `placement`, as in `cut_layers`, or `links` between them, as in `zb.plan`, the costs hold on that
     placement only. Raises `InputError` for a stage without layers, for invalid speeds, and for speeds without a placement.

@@ -25,7 +25,7 @@ STEEPNESS = 12
 
 
 def descend(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], cuts: Cuts) -> tuple[Score, Cuts]:
-    """Returns the local optimum reached from `cuts` with stages on the ranks `home`. `capacities[r]` is that of rank r."""
+    """Returns the local optimum reached from `cuts` with stages on the ranks `home`. `capacities[r]` is the capacity of rank r."""
     best = score(loads, home, capacities, cuts)
     improved = True
     while improved:

@@ -109,7 +109,7 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
 
 
 def _near_shape(recipe: Recipe, num_ranks: int, num_microbatches: int, stages_per_rank: int | None) -> str:
-    """Return an example of numbers that a schedule supports, near those that it refuses."""
+    """Return numbers that a schedule supports, near the refused ones."""
     near = recipe.near_shape(num_ranks, num_microbatches, stages_per_rank) if min(num_ranks, num_microbatches) > 0 else None
     if near is None:
         return ""
@@ -152,5 +152,5 @@ def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, need
 
 @takes()
 def known_schedules() -> dict[str, Recipe]:
-    """Return every recipe by name: published, then registered, then those of installed packages that can be loaded."""
+    """Return every recipe by name: published, then registered, then from installed packages that can be loaded."""
     return registry.everything()[0]

@@ -110,7 +110,7 @@ class Recipe(Displayed):
     def check_options(self, options: dict[str, Any], recipes: Iterable[Recipe] = ()) -> None:
         """Raise `InputError` if `options`, values by name, has an unknown name or a value of the wrong type.
 
-        The error names those of `recipes` that have the unknown option.
+        The error names the `recipes` that have the unknown option.
         """
         for option, value in options.items():
             if option not in self.options:

@@ -18,7 +18,7 @@ ENTRY_POINTS = "zerobubble.schedules"
 
 
 class Registry:
-    """All recipes: the `published` ones, and those that users and packages add. Names are unique."""
+    """All recipes: the `published` ones, and the recipes of users and packages. Names are unique."""
 
     def __init__(self, published: dict[str, Recipe]) -> None:
         self.published = published

@@ -396,7 +396,7 @@ def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns the first byte of a tensor in its storage, and the one after its last."""
+    """Returns the first byte of a tensor in its storage, and the byte after its last."""
     low = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.numel() == 0:
         return low, low

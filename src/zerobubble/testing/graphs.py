@@ -77,9 +77,9 @@ class CapturedGraph:
         return stream.number
 
     def before(self, site: str, arguments: Any, writes: Sequence[Tensor]) -> None:
-        """Notes which memory from before the capture an operation uses, and keeps what it held before `writes`, to restore it at the end.
+        """Notes memory from before the capture that an operation uses, and keeps its content before `writes`, to restore it at the end.
 
-        Memory that no operation has used before is that of constants, which the graph holds.
+        Memory that no operation has used before belongs to constants, which the graph holds.
         """
         with _disable_current_modes():
             for tensor in pytree.tree_leaves(arguments):
@@ -101,7 +101,7 @@ class CapturedGraph:
         *,
         is_enqueued: bool,
     ) -> None:
-        """Adds an operation that has run on `arguments`, with what it wrote and its output; if it only allocates, its output."""
+        """Adds an operation that has run on `arguments`: its output, and what it wrote unless it only allocates."""
         number = self._part(func._overloadpacket.__name__, site)
         with _disable_current_modes():
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, arguments)

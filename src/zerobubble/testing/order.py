@@ -98,7 +98,7 @@ class Memory:
 
 
 def _replaces(new: Access, old: Access) -> bool:
-    """Returns whether what is ordered after `new` is ordered after `old` of the same bytes as well."""
+    """Returns whether any access ordered after `new` is also ordered after `old`, an access of the same bytes."""
     return new.low <= old.low and old.high <= new.high and new.stream.is_after(old)
 
 

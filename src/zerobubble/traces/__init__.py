@@ -1,4 +1,4 @@
-"""Other people's runs: PyTorch profiler traces of its own pipeline schedules, read as measured timelines."""
+"""Reads runs of PyTorch's own pipeline schedules from profiler traces, as measured timelines."""
 
 from zerobubble.traces.clocks import ClockShift
 from zerobubble.traces.run import TracedRun, read_trace

@@ -14,7 +14,7 @@ from zerobubble.units import show_ms
 K = TypeVar("K")
 
 TOLERANCE = 20_000
-"""ns by which times of one machine contradict each other: a GPU's times are converted to those of the host."""
+"""ns by which times of one machine may contradict each other, since times of a GPU are converted to the host's clock."""
 
 Links = Mapping[tuple[int, int], int]
 """By sender and receiver, the least time in ns from the end of a pass that makes a message to its use, each by its own rank's clock."""
@@ -22,9 +22,9 @@ Links = Mapping[tuple[int, int], int]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClockShift(Displayed):
-    """What was added to the times of `rank` to read the clock of rank 0, in ns: `shift`, which lies between `least` and `most`.
+    """The ns added to the times of `rank`, so that they are by the clock of rank 0: `shift`, from `least` to `most`.
 
-    The bounds are what the run's messages leave open; None where there is no bound.
+    These bounds follow from the messages of the run; None for no bound.
     """
 
     rank: int
@@ -38,11 +38,11 @@ class ClockShift(Displayed):
 
 
 def shifts(links: Links, hosts: Sequence[str]) -> tuple[ClockShift, ...]:
-    """What to add to the clock of each rank so that nothing is used before it was made.
+    """Returns the shift of each rank's clock, such that no message is used before it was made.
 
-    Clocks that contradict nothing stay as they are. Otherwise ranks of one host, where `hosts` names them, share a clock if that can be.
-    Clocks that are further apart than the messages leave open are moved to the middle of that, as if messages took equal time either
-    way; others by no more than they must be. Raises `InputError` where no shift helps: the traces are not of one run.
+    Consistent clocks are not shifted. Otherwise, ranks of one host share a clock if `hosts` names them all and the messages allow it.
+    Clocks are shifted as little as possible. If the least shifts exceed what the messages leave open, they are set to the middle of it,
+    as if messages took equal time either way. Raises `InputError` if no shift helps: the traces are not of one run.
     """
     ranks = range(len(hosts))
     alone = [str(rank) for rank in ranks]
@@ -83,7 +83,7 @@ def _chosen(links: Links, owners: Sequence[str]) -> list[float]:
 
 
 def _joined(links: Links, owners: Sequence[str]) -> dict[tuple[str, str], int]:
-    """The links between owners of clocks; what contradicts itself on one clock stays, as a link of an owner to itself."""
+    """The links between owners of clocks. If times of one clock contradict each other, its owner has a link to itself."""
     joined: dict[tuple[str, str], int] = {}
     for (sender, receiver), least in links.items():
         pair = owners[sender], owners[receiver]
@@ -92,7 +92,7 @@ def _joined(links: Links, owners: Sequence[str]) -> dict[tuple[str, str], int]:
 
 
 def _least_shifts(links: Mapping[tuple[str, str], int], names: Sequence[str]) -> dict[str, float] | None:
-    """The shifts down that are needed at least, None where there are none that do."""
+    """The least shifts down that the links need; None if no shifts fulfill them."""
     return _relaxed(links, dict.fromkeys(names, 0.0))
 
 
@@ -107,7 +107,7 @@ def _bounds(links: Links, ranks: Iterable[int], origin: int = 0) -> tuple[dict[i
 def _relaxed(links: Mapping[tuple[K, K], int], shift: dict[K, float]) -> dict[K, float] | None:
     """`shift` lowered until `shift[sender] <= shift[receiver] + time` holds for every link, by Bellman and Ford.
 
-    None where that never ends, since links contradict each other.
+    None if links contradict each other, so that this would never end.
     """
     for _ in range(len(shift) + 1):
         is_done = True

@@ -57,8 +57,8 @@ class GpuKernel(NamedTuple):
 class RankTrace:
     """The events of the pipeline in the trace `file` of one rank.
 
-    `passes` are the ranges of the schedule's actions on the host, `transfers` those of communication there, `steps` those of the
-    profiler's steps. `kernels` is what ran on the GPU. `pipeline_size` is the number of ranks, None for a run with several process groups.
+    On the host, `passes` are the ranges of the schedule's actions, `transfers` the ranges of communication, and `steps` the ranges of
+    the profiler's steps. `kernels` ran on the GPU. `pipeline_size` is the number of ranks, None for a run with several process groups.
     """
 
     file: str
@@ -179,7 +179,7 @@ def _collect(trace: RankTrace, events: list[Any], base: int) -> None:
 
 
 def _argument(raw: dict[str, Any], key: str) -> Any:
-    """An argument of an event by which another one is found, or None."""
+    """The argument of an event that refers to another event, or None."""
     arguments = raw.get("args")
     value = arguments.get(key) if isinstance(arguments, dict) else None
     return value if isinstance(value, (int, str)) else None

@@ -16,7 +16,7 @@ _PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight
 
 
 def name_stage(stage: Any) -> None:
-    """Have every pass of `stage` run in a range such as `PP:2F0`; raises `InputError` for what is no stage of PyTorch's."""
+    """Have every pass of `stage` run in a range such as `PP:2F0`; raises `InputError` for other than PyTorch's stages."""
     if not isinstance(getattr(stage, "stage_index", None), int) or not all(hasattr(stage, method) for method in _PASSES):
         raise InputError("name_passes takes a PipelineStage of torch.distributed.pipelining, got {got}", got=type(stage).__name__)
     for method, letter in _PASSES.items():

@@ -1,4 +1,4 @@
-"""From the events of a rank to what it ran in each training step: passes, messages and sums over replicas."""
+"""Finds the passes, messages and sums over replicas of a rank in each training step, from its events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerobubble.traces.file import RankTrace, step_number
 from zerobubble.traces.times import Action, TraceTimes, times_of
 
 _WITHOUT_STAGE = {"Forward": Kind.F, "Backward": Kind.BW}
-"""The ranges of PyTorch's GPipe, which name a microbatch but no stage, since a rank has one."""
+"""The ranges of PyTorch's GPipe, which name a microbatch but no stage, since each rank has one stage."""
 ONLY_STAGE = 10**9
 """Stands for the stage of a rank whose ranges do not name it."""
 
@@ -55,7 +55,7 @@ class RankStep:
 
 
 class RankRun(NamedTuple):
-    """All training steps of a rank, by which `clock` they are timed ("host" or "kernels"), and notes on what is not known."""
+    """All training steps of a rank, the `clock` of their times ("host" or "kernels"), and notes on missing data."""
 
     trace: RankTrace
     steps: list[RankStep]
@@ -74,7 +74,7 @@ def run_of(trace: RankTrace) -> RankRun:
 
 
 def _actions(trace: RankTrace) -> tuple[list[Action], list[str]]:
-    """The ranges as actions, in their order, and a note on those that are not known."""
+    """The ranges as actions, in their order, and a note on unknown ranges."""
     actions: list[Action] = []
     unknown: Counter[str] = Counter()
     is_named = any(event.name.startswith("PP:") for event in trace.passes)
@@ -133,7 +133,7 @@ def _filled(label: int | None, actions: Sequence[Action], times: TraceTimes) -> 
 
 
 def _add_message(step: RankStep, action: Action, cell: MessageEnd, times: TraceTimes, arrivals: dict[MessageEnd, int]) -> None:
-    """Note a message that was sent; of one that was asked for, when it came, for the pass that waits for it."""
+    """Add a sent message to the step. For a received message, note its arrival for the pass that waits for it."""
     interval = times.moved(action)
     if interval is not None and cell.is_send:
         step.moved.append(Moved(Doing.SEND, cell, *interval))
@@ -142,7 +142,7 @@ def _add_message(step: RankStep, action: Action, cell: MessageEnd, times: TraceT
 
 
 def _add_passes(step: RankStep, action: Action, passes: Step, times: TraceTimes, arrivals: Mapping[MessageEnd, int]) -> None:
-    """Note the passes of a range. Of two that PyTorch overlaps, the second may wait for its message while the first one runs."""
+    """Add the passes of a range. If PyTorch overlaps two, the second may wait for its message while the first runs."""
     kind, stage, microbatch = passes[0]
     received = (MessageEnd(False, used, stage, microbatch) for used, _ in traits_of(kind).uses if used in SENT_BETWEEN_STAGES)
     awaited = [cell for cell in received if cell in arrivals]

@@ -59,7 +59,7 @@ class TracedRun(Displayed):
 
     @property
     def typical(self) -> int:
-        """The step of median makespan, of those that run what most do."""
+        """The step of median makespan, among the steps that run the most common schedule."""
         counts = Counter(self._rows)
         numbers = self._alike(max(range(len(self.timelines)), key=lambda number: counts[self._rows[number]]))
         return sorted(numbers, key=lambda number: self.timelines[number].makespan)[(len(numbers) - 1) // 2]
@@ -80,20 +80,20 @@ class TracedRun(Displayed):
         return _schedule_of(self.timeline(step))
 
     def recognition(self, step: int | None = None) -> Recognition:
-        """Which known schedule ran in `step`, by default the typical one, or which one comes closest."""
+        """The known schedule that ran in `step`, by default the typical one, or the closest known schedule."""
         return recognize(self.schedule(step))
 
     def costs(self, step: int | None = None) -> Costs:
-        """What passes and messages took in `step`; if none is given, the medians over all steps that run what the typical one does.
+        """The times of passes and messages in `step`; by default, the medians over all steps that run the schedule of the typical step.
 
-        The time of a link is 0 if no rank waited for its messages; `hidden_links` lists such links. Bytes are not known. Raises
-        `InputError` naming the file where the trace of the step lacks passes or has them in an order that cannot have run.
+        The time of a link is 0 if no rank waited for its messages; `hidden_links` lists such links. Bytes are unknown. Raises
+        `InputError` naming the file if the trace of the step lacks passes, or has them in an order that cannot have run.
         """
         self._require_whole(step)
         return self._costs[self._key(step)][0]
 
     def hidden_links(self, step: int | None = None) -> tuple[int, ...]:
-        """The links, each named by its first stage, whose time is not known since no rank had to wait for a message there.
+        """The links, each named by its first stage, of unknown time, because no rank waited for their messages.
 
         `step` is the step, as in `costs`.
         """
@@ -107,7 +107,7 @@ class TracedRun(Displayed):
         return replace(self.costs(number), comm=usual.comm)
 
     def _require_whole(self, step: int | None) -> None:
-        """Raise where the passes of a step could not have run as the traces have them: one is missing, too much or out of order."""
+        """Raise if the traces have passes of a step that cannot have run so: a pass is missing, superfluous or out of order."""
         number = self._number(step)
         faults = schedule_faults(_schedule_of(self.timelines[number]))
         if faults:
@@ -125,7 +125,7 @@ class TracedRun(Displayed):
         return _CostsOfSteps(self)
 
     def steps_like(self, step: int | None) -> tuple[Timeline, ...]:
-        """The timeline of `step`; for None, those of all steps that run what the typical one does."""
+        """The timeline of `step`; for None, the timelines of all steps that run the schedule of the typical step."""
         numbers = self._alike(self.typical) if step is None else [self._number(step)]
         return tuple(self.timelines[number] for number in numbers)
 
@@ -138,9 +138,9 @@ class TracedRun(Displayed):
         return [_rows_of(timeline) for timeline in self.timelines]
 
     def difference(self, step: int | None = None, schedule: Schedule | None = None) -> Difference:
-        """Where the time of `step` went, by default the typical one, held against its schedule played with `step_costs`: see `zb.diff`.
+        """Compares `step`, by default the typical one, with its schedule simulated with `step_costs`: see `zb.diff`.
 
-        Raises `InputError` where a `schedule` is given and the step ran another one.
+        Raises `InputError` if the step ran another schedule than `schedule`.
         """
         self._require_whole(step)
         ran = self.schedule(step)
@@ -151,7 +151,7 @@ class TracedRun(Displayed):
     def gaps(self, step: int | None = None, timeline: Timeline | None = None) -> tuple[tuple[Gap, ...], ...]:
         """Per rank, every bubble of `step`, by default the typical one, with what the rank waited for.
 
-        If `timeline` is given, another one of the same schedule, they are those of it.
+        With `timeline`, another timeline of the same schedule, the bubbles are from this timeline.
         """
         return gaps(self.schedule(step), self.step_costs(step), timeline or self.timeline(step))
 
@@ -166,7 +166,7 @@ def _require_same_order(wanted: Schedule, ran: Schedule, recognition: Recognitio
 
 
 class _CostsOfSteps(dict[int | None, tuple[Costs, tuple[int, ...]]]):
-    """Costs by step, worked out when they are first asked for."""
+    """Costs by step, computed on first use."""
 
     def __init__(self, run: TracedRun) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _CostsOfSteps(dict[int | None, tuple[Costs, tuple[int, ...]]]):
 
 
 def _costs_of(timelines: Sequence[Timeline], schedule: Schedule) -> tuple[Costs, tuple[int, ...]]:
-    """The medians over the steps, column by column, and the links of which nothing is known."""
+    """The medians over the steps, column by column, and the links of unknown time."""
     fitted = [fit_costs(timeline) for timeline in timelines]
     columns = {
         name: tuple(map(median_low, zip(*(costs.column(name) for costs in fitted), strict=True)))
@@ -198,7 +198,7 @@ def _schedule_of(timeline: Timeline) -> Schedule:
 
 
 def _named(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
-    """Returns the timelines with the names of the known schedules that they are."""
+    """Returns the timelines, named after the known schedules that they ran."""
     names: dict[object, str] = {}
     named = []
     for timeline in timelines:

@@ -16,7 +16,7 @@ from zerobubble.traces.file import Event, GpuKernel, RankTrace
 class Action(NamedTuple):
     """An action of PyTorch's schedule and its range on the host.
 
-    Where two ranges name it, one in the other, it `begins` with the inner one: the outer one waits for a message first.
+    If two nested ranges name it, it `begins` with the inner range, since the outer range first waits for a message.
     """
 
     cell: Cell
@@ -35,15 +35,15 @@ Interval = tuple[int, int]
 
 
 class TraceTimes(Protocol):
-    """Reads off a trace when actions took place; `name` says by which clock."""
+    """Reads the times of actions from a trace, by the clock `name`."""
 
     name: str
 
     def ran(self, action: Action, arrivals: Sequence[int]) -> Interval:
-        """When a pass ran whose messages came at `arrivals`."""
+        """The time of a pass whose messages came at `arrivals`."""
 
     def moved(self, action: Action) -> Interval | None:
-        """When a message was on its way; None if the trace does not say."""
+        """The time of a message; None if the trace lacks it."""
 
     def summed(self, action: Action) -> Interval | None:
         """The times at which gradients were summed over replicas; None if there were no sums."""
@@ -53,7 +53,7 @@ class TraceTimes(Protocol):
 
 
 def times_of(trace: RankTrace, actions: Sequence[Action]) -> TraceTimes:
-    """The times of the GPU where the trace has its kernels, or else those of the host."""
+    """The times of the GPU if the trace has its kernels, else the times of the host."""
     return KernelTimes(trace, actions) if trace.kernels else HostTimes(trace)
 
 
@@ -67,7 +67,7 @@ class HostTimes:
         self._starts = [event.start for event in trace.transfers]
 
     def _within(self, action: Action, word: str) -> list[Event]:
-        """The transfers that were begun in the action and whose names have `word`."""
+        """The transfers that began in the action and have `word` in their names."""
         transfers = self._trace.transfers[bisect_left(self._starts, action.start) : bisect_right(self._starts, action.end)]
         return [event for event in transfers if word in event.name]
 
@@ -79,7 +79,7 @@ class HostTimes:
         return min(begin, end), end
 
     def moved(self, action: Action) -> Interval | None:
-        """A send lasts as long as its call; what is received, until it is there."""
+        """A send lasts as long as its call, a receive until the message has arrived."""
         assert isinstance(action.cell, MessageEnd)
         if action.cell.is_send:
             return action.start, action.end
@@ -87,12 +87,12 @@ class HostTimes:
         return (action.start, max(event.end for event in receives)) if receives else None
 
     def summed(self, action: Action) -> Interval | None:
-        """The range, where it communicates; dividing gradients alone is no sum."""
+        """The range, if it communicates; a range that only divides gradients is no sum."""
         reduces = self._within(action, "reduce")
         return (action.start, max(action.end, *(event.end for event in reduces))) if reduces else None
 
     def notes(self) -> list[str]:
-        """A note where there is a GPU whose kernels are missing."""
+        """A note if there is a GPU whose kernels are missing."""
         note = f"{self._trace.file} comes from a machine with a GPU, but has no kernels: its times are those of the host"
         return [note] if self._trace.has_gpu else []
 
@@ -147,7 +147,7 @@ class KernelTimes:
         return _around([kernel for kernel in self._within(action) if kernel.communicates and "reduce" in kernel.name.lower()])
 
     def notes(self) -> list[str]:
-        """A note where passes have no kernels."""
+        """A note if passes have no kernels."""
         return [f"{self._file}: {self._empty} passes launched no kernel and count as taking no time"] if self._empty else []
 
 

@@ -28,7 +28,7 @@ COPYING = tuple(Copying)
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """A timeline with what else is known of it; what is left out is not shown.
+    """A timeline with further data, which is shown if it is given.
 
     - `costs`: the costs with the times of its messages, so that messages in flight are drawn.
     - `gaps`: its idle time by what ranks waited for, as returned by `explain.gaps`; a simulated timeline needs none.
@@ -120,7 +120,7 @@ def _differences(values: Sequence[int]) -> list[int]:
 
 
 def _back(spans: Sequence[Span]) -> list[int]:
-    """Returns, for each span, its number minus that of the span that it waited for; 0 if it waited for none."""
+    """Returns, for each span, its number minus the number of the span that it waited for; 0 if it waited for none."""
     number = {span.op: place for place, span in enumerate(spans)}
     return [place - number[span.why.op] if span.why and span.why.op in number else 0 for place, span in enumerate(spans)]
 
@@ -144,7 +144,7 @@ def _memory_columns(timeline: Timeline) -> dict[str, Any] | None:
 
 
 def _gaps(viewed: Viewed) -> dict[str, Any] | None:
-    """Returns idle time, rank after rank: start, length, and what is waited for, as its index in `WAITS`."""
+    """Returns idle time, rank after rank: start, length, and the index in `WAITS` of its reason."""
     if not viewed.gaps:
         return None
     gaps, origin = list(chain.from_iterable(viewed.gaps)), viewed.timeline.start

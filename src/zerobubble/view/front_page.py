@@ -69,7 +69,7 @@ class OpenedPlans(Generic[Value]):
         self.values.append(self._make(plan))
 
     def place(self, plan: Plan) -> int | None:
-        """Which of the values is that of an answer; None for one that was left out."""
+        """The place of an answer among the values; None if it was left out."""
         return None if plan.order is None else self._places.get(plan.schedule)
 
 

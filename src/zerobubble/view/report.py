@@ -102,17 +102,17 @@ class Report(Displayed):
 
     @property
     def own_timelines(self) -> Sequence[Timeline]:
-        """The timelines of the run itself: all but those of 1F1B, which serves as the reference, unless there are no others."""
+        """The timelines of the run itself: all but the reference, 1F1B, unless there are no others."""
         return [t for t in self.timelines if t.name != REFERENCE] or self.timelines
 
     @property
     def predicted(self) -> Timeline | None:
-        """The first simulated timeline of those that the report is about."""
+        """The first simulated timeline of the run."""
         return next((t for t in self.own_timelines if t.source == "simulated"), None)
 
     @property
     def measured(self) -> Timeline | None:
-        """The first of them that is not simulated."""
+        """The first measured timeline of the run."""
         return next((t for t in self.own_timelines if t.source != "simulated"), None)
 
     def loss_difference(self) -> tuple[str, str, float, int] | None:

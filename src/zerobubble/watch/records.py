@@ -92,7 +92,7 @@ class Remembered(Generic[Content]):
         self._fault: InputError | None = None
 
     def content(self) -> Content:
-        """Returns what is in the file. Raises `InputError` with its name if it cannot be read."""
+        """Returns the content of the file. Raises `InputError` with its name if it cannot be read."""
         with opened_regular(self._path) as file:
             state = os.fstat(file.fileno())
             stamp = (state.st_ino, state.st_size, state.st_mtime_ns)
