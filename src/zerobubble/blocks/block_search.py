@@ -86,10 +86,8 @@ def _blocks(placement: Placement, interval: int, paths: Iterable[list[int]], spl
 def _best_layout(block: Block, squeezed: Layout, memory: int, costs: Costs | None) -> FoundBlock:
     """Reorder with and without keeping the steady phase, and return the better result."""
     layouts = [reorder(squeezed, memory, keep_steady_phase=keep_steady_phase) for keep_steady_phase in (True, False)]
-    return min(
-        (FoundBlock(block, layout, simulate(layout.schedule, costs or layout.costs).span) for layout in layouts),
-        key=lambda block: block.span,
-    )
+    timed = (FoundBlock(block, layout, simulate(layout.schedule, costs or layout.costs).span) for layout in layouts)
+    return min(timed, key=lambda block: block.span)
 
 
 class Paths:

@@ -102,9 +102,8 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
     schedule = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
     if not isinstance(schedule, Schedule) or (schedule.num_ranks, schedule.whole_microbatches) != (num_ranks, num_microbatches):
         wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"
-        raise InputError(
-            "the function of schedule {name!r} must return {wanted}, got {made!r:.80}", name=name, wanted=wanted, made=schedule
-        )
+        message = "the function of schedule {name!r} must return {wanted}, got {made!r:.80}"
+        raise InputError(message, name=name, wanted=wanted, made=schedule)
     return schedule
 
 

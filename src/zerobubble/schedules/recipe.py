@@ -114,12 +114,10 @@ class Recipe(Displayed):
         """
         for option, value in options.items():
             if option not in self.options:
-                possible = (
-                    f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it takes no options"
-                )
+                valid = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it takes no options"
                 having = ", ".join(recipe.name for recipe in recipes if option in recipe.options)
-                possible += f"; schedules with this option: {having}" if having else ""
-                raise InputError("{name} has no option {option!r}: {known}", name=self.name, option=option, known=possible, having=having)
+                valid += f"; schedules with this option: {having}" if having else ""
+                raise InputError("{name} has no option {option!r}: {known}", name=self.name, option=option, known=valid, having=having)
             hint = self._hint(option)
             if not _fits(value, hint):
                 raise wrong(f"the option {option} of {self.name}", value, _in_words(hint))
