@@ -16,15 +16,10 @@ def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, b
     A BW is played as B and W if memory holds what B leaves to W, unless combined steps save time: then all steps are played as they are.
     Raises `InputError` for a schedule that cannot run.
     """
-    kernels = load_kernels()
-    if problem.plans_steps:
-        span, makespan, fits = kernels.play_in_steps(problem, schedule)
-        if span < 0:
-            raise InputError(f"the schedule {schedule.name!r} cannot run: see schedule_faults")
-        return span, makespan, fits
-    order = kernels.order_of(schedule)
-    both = [kernels.tables_of(replace(problem, objective=one), joins=True) for one in (Objective.PERIOD, Objective.MAKESPAN)]
-    rows = [kernels.rows_of(tables, order) for tables in both]
+    kernels, steps = load_kernels(), problem.plans_steps
+    aims = (replace(problem, objective=objective) for objective in (Objective.PERIOD, Objective.MAKESPAN))
+    both = [kernels.tables_of(one, joins=not steps, steps=steps) for one in aims]
+    rows = [kernels.step_rows(tables, schedule) if steps else kernels.rows_of(tables, kernels.order_of(schedule)) for tables in both]
     fits, _ = map(kernels.all_ranks_fit, both, rows)  # this also decides which B and W are fused
     span, makespan = map(kernels.longest_time, both, rows)
     if span < 0:

@@ -129,7 +129,7 @@ def compile_kernels(recompute: bool = False, steps: bool = False, shares: bool =
         search_with_recompute(full, with_recompute_passes(serial_schedule(full.placement, 2), full), 0, 0.0, 1)
     if steps:
         hiding = replace(problem, costs=Costs.uniform(2, overlap=2.0))
-        search_in_steps(hiding, 0, [serial_schedule(hiding.placement, 2)], seconds=0.0, evaluations=1)
+        search_in_steps(hiding, 0, [serial_schedule(hiding.placement, 2)], seconds=0.0, evaluations=20)
     if shares:
         compile_joint_search()
     return perf_counter() - start

@@ -11,7 +11,7 @@ import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.moves import CHANGED_STEPS, change_step, first_start_from, shift
-from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, initial_play_state, makespan_of, play_rows, update_held
+from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, copy_of, initial_play_state, makespan_of, play_rows, update_held
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 
@@ -43,11 +43,6 @@ def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
     resume, path = np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code)
     one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
     return MoveScratch(copy_of(rows), resume, path, initial_play_state(tables), two, one, one.copy())
-
-
-def copy_of(rows: Rows) -> Rows:
-    """Returns a copy of rows and their times."""
-    return Rows(*(column.copy() for column in rows))
 
 
 # The loop over moves is one function, since what it keeps from move to move (cost, critical path) must stay in registers.

@@ -7,7 +7,7 @@ from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
 from zerobubble.planning.kernels.recompute_anneal import anneal_recompute
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
 from zerobubble.planning.kernels.size_aware import search_assignments
-from zerobubble.planning.kernels.step_search import anneal_in_steps, play_in_steps
+from zerobubble.planning.kernels.step_search import anneal_in_steps, step_rows
 from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
 from zerobubble.planning.kernels.window_bound import sharper_bound
 
@@ -23,12 +23,12 @@ __all__ = [
     "improve_jointly",
     "longest_time",
     "order_of",
-    "play_in_steps",
     "rows_of",
     "schedule_of_order",
     "search_assignments",
     "search_portfolio",
     "seed_random",
     "sharper_bound",
+    "step_rows",
     "tables_of",
 ]

@@ -62,6 +62,11 @@ def rows_of(tables: Tables, order: Ints) -> Rows:
     return rows
 
 
+def copy_of(order: Any) -> Any:
+    """Returns a copy of codes, or of rows and their times."""
+    return Rows(*(column.copy() for column in order)) if isinstance(order, Rows) else order.copy()
+
+
 @inlined
 def copy_into(into: NDArray[Any], values: NDArray[Any]) -> None:
     """Writes `values` into another array."""

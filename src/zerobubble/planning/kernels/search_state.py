@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from zerobubble.planning.kernels.anneal import MoveScratch, anneal, move_scratch
 from zerobubble.planning.kernels.list_scheduler import list_scratch
-from zerobubble.planning.kernels.play import Rows, all_ranks_fit, initial_play_state, makespan_of, play_rows, rows_of
+from zerobubble.planning.kernels.play import Rows, copy_of, initial_play_state, makespan_of, replay, rows_of
 from zerobubble.planning.kernels.priorities import apply_policy, empty_priorities, legs_of, mean_pass
 from zerobubble.planning.kernels.priority_search import search_dates, search_policies
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables
@@ -79,12 +80,13 @@ class PolicyPool:
 class SearchState:
     """The state of a search. `order` has the best rows so far; `time` and `makespan` are their objective and makespan.
 
-    The makespan breaks ties. `report` is called with every better objective.
+    An order is an array of codes, or `Rows` if passes may share steps. The makespan breaks ties. `report` is called with every better
+    objective.
     """
 
     def __init__(self, tables: Tables, bound: int, budget: BudgetMeter, report: Callable[[int, str], None]) -> None:
         self.tables, self.bound, self.budget, self.report = tables, bound, budget, report
-        self.order: Ints | None = None
+        self.order: Any = None
         self.time, self.makespan, self.how = 1 << 62, 1 << 62, ""
         self._leg, self._scratch, self._priorities = legs_of(tables), list_scratch(tables), empty_priorities(tables)
 
@@ -101,7 +103,7 @@ class SearchState:
     def done(self) -> bool:
         return self.time <= self.bound or self.budget.spent >= 1
 
-    def offer(self, order: Ints, how: str) -> int:
+    def offer(self, order: Any, how: str) -> int:
         """Plays `order` and keeps it if it is the best. Returns its longest time, -1 if it deadlocks or does not fit."""
         rows = self.played(order)
         if rows is None:
@@ -110,13 +112,16 @@ class SearchState:
         self._keep(order, longest, int(makespan_of(self.tables, rows.end)), how)
         return longest
 
-    def played(self, order: Ints) -> Rows | None:
+    def time_of(self, order: Any) -> int:
+        """Plays `order`. Returns its longest time, -1 if it deadlocks or does not fit."""
+        rows = self.played(order)
+        return -1 if rows is None else int(self._times_of_ranks(rows).max())
+
+    def played(self, order: Any) -> Rows | None:
         """Returns the rows of `order` with their times; None if they deadlock or do not fit."""
         self.budget.used += 1
-        rows = rows_of(self.tables, order)
-        if not all_ranks_fit(self.tables, rows):
-            return None
-        longest, _ = play_rows(self.tables, rows, initial_play_state(self.tables), 0.0, np.inf)
+        rows = copy_of(order) if self.tables.steps else rows_of(self.tables, order)
+        longest, _ = replay(self.tables, rows, initial_play_state(self.tables), 0.0, np.inf)
         return rows if longest >= 0 else None
 
     def _times_of_ranks(self, rows: Rows) -> Ints:
@@ -124,10 +129,10 @@ class SearchState:
         times: Ints = self.tables.ranks["work"] + rows.idle[self.tables.ranks["stop"] - 1]
         return times
 
-    def _keep(self, order: Ints, longest: int, makespan: int, how: str) -> None:
+    def _keep(self, order: Any, longest: int, makespan: int, how: str) -> None:
         if (longest, makespan) < (self.time, self.makespan):
             is_shorter = longest < self.time
-            self.order, self.time, self.makespan, self.how = order.copy(), longest, makespan, how
+            self.order, self.time, self.makespan, self.how = copy_of(order), longest, makespan, how
             if is_shorter:
                 self.report(longest, how)
 
@@ -165,18 +170,18 @@ class SearchState:
             self._keep_listed(best, longest, "due dates")
         return best
 
-    def anneal_order(self, order: Ints, moves: int, hot: float, share: float = 1.0) -> Ints:
+    def anneal_order(self, order: Any, moves: int, hot: float, share: float = 1.0) -> Any:
         """Anneals `order` from `hot` mean pass times to a tenth of it, and returns the best rows of this run.
 
         The run ends after `moves` moves or a `share` of the budget. The temperature follows whichever limit is closer.
         """
-        rows, best = self.played(order), order.copy()
+        rows, best = self.played(order), copy_of(order)
         assert rows is not None, "only rows that have been played are annealed"
         share_of_sum, scratch, goal, cost = self._begin_moves(rows)
         start, mean = self.budget.spent, mean_pass(self.tables)
         tried, over = 0, 0.0
         while over < 1 and not self.done:
-            chunk = max(1, min(moves - tried, ANNEALED_PASSES // len(order), self.budget.left))
+            chunk = max(1, min(moves - tried, ANNEALED_PASSES // self.tables.size, self.budget.left))
             next_over = max((tried + chunk) / moves, over)
             warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
             goal, cost, used = anneal(self.tables, rows, scratch, best, goal, self.bound, cost, share_of_sum, warm, cool, chunk)
@@ -186,13 +191,13 @@ class SearchState:
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")
         return best
 
-    def anneal_played(self, order: Ints, plays: int, hot: float) -> None:
+    def anneal_played(self, order: Any, plays: int, hot: float) -> None:
         """Anneals `order` from `hot` mean pass times to a tenth of it, until `plays` schedules have been played.
 
         Unlike `anneal_order`, this hardly counts moves that are refused before they are played, as most are if memory is tight.
         `REFUSED_PER_PLAY` of them count as one schedule, so that the search ends if all are refused.
         """
-        rows, best = self.played(order), order.copy()
+        rows, best = self.played(order), copy_of(order)
         assert rows is not None, "only rows that have been played are annealed"
         share_of_sum, scratch, goal, cost = self._begin_moves(rows)
         mean, used, played = mean_pass(self.tables), 0, 0
@@ -202,7 +207,7 @@ class SearchState:
             arguments = (self.tables, rows, scratch, best)
             goal, cost, moves = anneal(*arguments, goal, self.bound, cost, share_of_sum, warmth, warmth, chunk)
             now = int(scratch.played[0])
-            counted = counted_plays(now - played, len(order), moves)
+            counted = counted_plays(now - played, self.tables.size, moves)
             self.budget.used += counted
             used, played = used + counted, now
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import cycle
 from typing import NamedTuple
 
-import numpy as np
-
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.kernels.anneal import anneal, copy_of, move_scratch, seed_random
-from zerobubble.planning.kernels.play import Rows, all_ranks_fit, initial_play_state, longest_time, replay, rows_of
-from zerobubble.planning.kernels.priorities import mean_pass
-from zerobubble.planning.kernels.search_state import BudgetMeter, counted_plays
+from zerobubble.planning.kernels.anneal import seed_random
+from zerobubble.planning.kernels.play import Rows, copy_of, rows_of
+from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
 from zerobubble.planning.kernels.short_search import FEW, SMALL
 from zerobubble.planning.kernels.tables import PLANNED, Tables, order_of, tables_of
-from zerobubble.planning.problem.problem import Objective, Problem
+from zerobubble.planning.problem.problem import Problem
 
 TEMPERATURES, HOT_TEMPERATURES = (0.05, 0.02, 0.2, 0.01), (0.3, 1.0)
 """Starting temperatures of runs in turn, in mean pass times; each falls to a tenth."""
@@ -24,11 +20,11 @@ TEMPERATURES, HOT_TEMPERATURES = (0.05, 0.02, 0.2, 0.01), (0.3, 1.0)
 RUN_SHARE = 0.1
 """Fraction of the budget for each run: a few long runs find shorter schedules than many short ones."""
 
+MOST_MOVES = 1 << 40
+"""Moves of a run that ends by the clock."""
+
 FEW_TEMPERATURES = (0.2, 0.05)
 """Starting temperatures of the only runs, all from the best schedule, if the evaluations are few."""
-
-CHUNK_PASSES, CHUNKS_OF_A_RUN = 1_000_000, 50
-"""Passes of moved schedules between two checks of the clock, a hundredth of a second, and such checks in a run of counted evaluations."""
 
 
 class Found(NamedTuple):
@@ -44,42 +40,28 @@ def anneal_in_steps(problem: Problem, schedules: Sequence[Schedule], bound: int,
     Annealing restarts from one of them or the best at several temperatures, until the objective meets `bound` (ns) or the budget is spent.
     """
     tables = tables_of(problem, steps=True)
-    share, mean, size = 1 / len(tables.ranks), mean_pass(tables), tables.size
-    played = ((_time(tables, rows), rows) for rows in (_shorter_apart(tables, step_rows(tables, each)) for each in schedules))
-    starts = sorted((start for start in played if start[0] >= 0), key=lambda start: start[0])
+    state = SearchState(tables, bound, budget, lambda time, how: None)
+    rows = [_shorter_apart(state, step_rows(tables, schedule)) for schedule in schedules]
+    played = [(state.offer(start, "seed"), place) for place, start in enumerate(rows)]
+    starts = [rows[place] for time, place in sorted(played) if time >= 0]
     if not starts:
         return None
-    goal, best = starts[0][0], copy_of(starts[0][1])
-    is_few = budget.evaluations is not None and budget.evaluations < FEW
-    temperatures = FEW_TEMPERATURES if is_few else HOT_TEMPERATURES + TEMPERATURES if size <= SMALL else TEMPERATURES
-    run_share = 1 / len(FEW_TEMPERATURES) if is_few else RUN_SHARE
-    counted = int(run_share * budget.left) // CHUNKS_OF_A_RUN
-    interrupted = False
+    evaluations, interrupted = budget.evaluations, False
+    is_few = evaluations is not None and evaluations < FEW
+    temperatures = FEW_TEMPERATURES if is_few else HOT_TEMPERATURES + TEMPERATURES if tables.size <= SMALL else TEMPERATURES
     seed_random(seed)
     try:
         for turn, hot in enumerate(cycle(temperatures)):
-            if goal <= bound or budget.spent >= 1:
+            if state.done:
                 break
-            rows = copy_of(best if is_few or turn % 2 or turn // 2 >= len(starts) else starts[turn // 2][1])
-            _, cost = replay(tables, rows, initial_play_state(tables), share, np.inf)
-            scratch, begun = move_scratch(tables, rows), budget.spent
-            while (over := (budget.spent - begun) / run_share) < 1 and goal > bound and budget.spent < 1:
-                chunk, before = max(1, min(counted, CHUNK_PASSES // size, budget.left)), int(scratch.played[0])
-                warmth = mean * hot * 0.1**over
-                goal, cost, tried = anneal(tables, rows, scratch, best, goal, bound, cost, share, warmth, warmth, chunk)
-                budget.used += counted_plays(int(scratch.played[0]) - before, size, tried) if is_few else tried
+            if is_few:
+                state.anneal_played(state.order, budget.left // (len(temperatures) - turn % len(temperatures)), hot)
+            else:
+                start = state.order if turn % 2 or turn // 2 >= len(starts) else starts[turn // 2]
+                state.anneal_order(start, MOST_MOVES if evaluations is None else int(RUN_SHARE * evaluations), hot, RUN_SHARE)
     except KeyboardInterrupt:
         interrupted = True
-    return Found(schedule_of_steps("planned", problem, tables, best), interrupted)
-
-
-def play_in_steps(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
-    """Returns the span and makespan of `schedule` in ns (-1 if it cannot run), and whether it fits the limits."""
-    both = [tables_of(replace(problem, objective=aim), steps=True) for aim in (Objective.PERIOD, Objective.MAKESPAN)]
-    rows = step_rows(both[0], schedule)
-    fits = all_ranks_fit(both[0], rows)
-    span, makespan = (longest_time(tables, rows) for tables in both)
-    return span, makespan, fits
+    return Found(schedule_of_steps("planned", problem, tables, state.order), interrupted)
 
 
 def step_rows(tables: Tables, schedule: Schedule) -> Rows:
@@ -120,20 +102,15 @@ def schedule_of_steps(name: str, problem: Problem, tables: Tables, rows: Rows) -
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(made), overlaps=frozenset(overlaps))
 
 
-def _time(tables: Tables, rows: Rows) -> int:
-    """Plays `rows`. Returns their objective in ns, -1 if they do not run within the limits."""
-    return int(replay(tables, rows, initial_play_state(tables), 0.0, np.inf)[0])
-
-
-def _shorter_apart(tables: Tables, start: Rows) -> Rows:
+def _shorter_apart(state: SearchState, start: Rows) -> Rows:
     """Returns `start` with its BW split into B and W, so that gradients are sent earlier: all of them, or only those that gain nothing as
     BW. Takes the first variant that fits and is no longer.
     """
-    codes, time = tables.codes[start.code], _time(tables, start)
-    is_backward, stage = (codes["predecessor"] >= 0) & (codes["successor"] >= 0), start.code % len(tables.forwards)
-    for apart in (is_backward, is_backward & (tables.steps.joins[stage] == 0)):
+    codes, stage = state.tables.codes[start.code], start.code % len(state.tables.forwards)
+    is_backward, time = (codes["predecessor"] >= 0) & (codes["successor"] >= 0), state.time_of(start)
+    for apart in (is_backward, is_backward & (state.tables.steps.joins[stage] == 0)):
         rows = copy_of(start)
         rows.glued[apart] = 0
-        if 0 <= _time(tables, rows) <= time:
+        if 0 <= state.time_of(rows) <= time:
             return rows
     return start
