@@ -12,6 +12,7 @@ import numpy as np
 from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.moves import CHANGED_STEPS, change_step, first_start_from, shift
 from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, copy_of, initial_play_state, makespan_of, play_rows, update_held
+from zerobubble.planning.kernels.recompute_moves import CHANGED_RECOMPUTE, change_recompute, undo_recompute
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 
@@ -32,6 +33,8 @@ class MoveScratch(NamedTuple):
     play: PlayState
     changed: Ints
     """Two numbers: the first position that the move changes, and the position after the last."""
+    change: Ints
+    """What the move changes in recomputation: see `recompute_moves`."""
     makespan: Ints
     """One number: the makespan (ns) of the best order, which breaks ties. 0 disables this."""
     played: Ints
@@ -41,8 +44,8 @@ class MoveScratch(NamedTuple):
 def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
     """Returns scratch space to move passes of `rows`, which have been played."""
     resume, path = np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code)
-    one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
-    return MoveScratch(copy_of(rows), resume, path, initial_play_state(tables), two, one, one.copy())
+    changed, change, makespan, played = (np.zeros(count, np.int64) for count in (2, 4, 1, 1))
+    return MoveScratch(copy_of(rows), resume, path, initial_play_state(tables), changed, change, makespan, played)
 
 
 # The loop over moves is one function, since what it keeps from move to move (cost, critical path) must stay in registers.
@@ -62,15 +65,18 @@ def anneal(
 ) -> tuple[Any, float, int]:
     """Tries `moves` moves on `rows` while the temperature (ns) falls from `hot` to `cold`. `cost` is the current cost of `rows`.
 
-    `scratch` holds a copy of `rows`. `goal` is the time of the longest rank in ns of `best`, which are codes, or rows if passes may share
-    steps. Better ones replace both. The search ends when `goal` reaches `target`. Returns the goal, the cost of `rows`, and the number of
-    moves tried. `play_rows` describes the cost and its `share`.
+    `scratch` holds a copy of `rows`. `goal` is the time of the longest rank in ns of `best`, for which see `keep`. Better rows replace
+    both. The search ends when `goal` reaches `target`. Returns the goal, the cost of `rows`, and the number of moves tried. `play_rows`
+    describes the cost and its `share`.
     """
     path_length = 0
     for tried in range(moves):
         temperature = hot * (cold / hot) ** (tried / moves)
-        scratch.changed[0], scratch.changed[1] = len(rows.code), 0
-        if tables.steps and np.random.random() < CHANGED_STEPS:
+        scratch.changed[0], scratch.changed[1], recomputes = len(rows.code), 0, False
+        if tables.choice and np.random.random() < CHANGED_RECOMPUTE:
+            recomputes = True
+            rank = change_recompute(tables, rows, scratch.change, scratch.changed)
+        elif tables.steps and np.random.random() < CHANGED_STEPS:
             rank = change_step(tables, rows, scratch.changed)
         else:
             rank, path_length = shift(tables, rows, scratch.path, path_length, scratch.changed)
@@ -84,6 +90,8 @@ def anneal(
             accepted = longest >= 0
         if not accepted:
             copy_range(tables, rows, scratch.before, low, high)
+            if tables.choice and recomputes:
+                undo_recompute(tables, scratch.change)
             continue
         copy_range(tables, scratch.before, rows, low, high)
         path_length, cost = 0, new_cost
@@ -99,8 +107,12 @@ def anneal(
 
 @inlined
 def keep(tables: Tables, rows: Rows, best: Any) -> None:
-    """Writes the codes of `rows` into `best`, or if passes may share steps all of the rows but their times."""
-    if tables.steps:
+    """Writes the codes of `rows` into `best`, with which passes share steps and what is recomputed, if moves change these."""
+    if tables.choice:
+        copy_into(best.order, rows.code)
+        copy_into(best.absent, tables.absent)
+        copy_into(best.level, tables.choice.level)
+    elif tables.steps:
         copy_into(best.code, rows.code)
         copy_into(best.microbatch, rows.microbatch)
         copy_into(best.where, rows.where)

@@ -15,31 +15,20 @@ import numpy as np
 
 from zerobubble.costs import NONE, Level
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.kernels.anneal import MoveScratch, anneal, copy_range, copy_times, move_scratch, seed_random
-from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.moves import swap
-from zerobubble.planning.kernels.play import Rows, copy_into, replay, rows_of
+from zerobubble.planning.kernels.anneal import anneal, move_scratch, seed_random
+from zerobubble.planning.kernels.play import initial_play_state, replay, rows_of
 from zerobubble.planning.kernels.portfolio import SMALL, TEMPERATURES
 from zerobubble.planning.kernels.priorities import mean_pass
+from zerobubble.planning.kernels.recompute_moves import RECOMPUTE, set_recomputed
 from zerobubble.planning.kernels.search_state import BudgetMeter
-from zerobubble.planning.kernels.tables import CODE, PLANNED, Ints, Tables, tables_of
+from zerobubble.planning.kernels.tables import CODE, PLANNED, Choice, Ints, Tables, tables_of
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.transforms import fused_for_memory
 
 KINDS = (*PLANNED, Kind.R)
 """The kinds of codes here: `k * stages + s` is the pass of `KINDS[k]` on stage s."""
 
-RECOMPUTE = KINDS.index(Kind.R)
-
-CHANGES, MOVES = 2, 40
-"""Changes of recomputation and moves of passes that alternate."""
-
-OTHER_LEVEL, EXCHANGE = 0.15, 0.4
-"""Fraction of changes that give a stage another level, and of those that also exchange the recomputation with another forward of the rank.
-"""
-
-TRIES = 8
-"""The number of random draws to find a forward for an exchange."""
+assert KINDS.index(Kind.R) == RECOMPUTE
 
 FIRST_MOVES = 20_000
 """Moves of the first run, or twelve per pass if that is more. Each later run has twice as many."""
@@ -52,21 +41,6 @@ LONGEST_RUN = 0.4
 
 CHUNK_PASSES = 2_000_000
 """Passes of moved schedules between two checks of the clock: some hundredths of a second."""
-
-
-class Choice(NamedTuple):
-    """The allowed levels of recomputation, and the level of each stage. `Tables.absent` has the R's that are left out."""
-
-    time: Ints
-    """The ns of R of stage s at level l, at `l * stages + s`."""
-    kept: Ints
-    """The bytes that a recomputed forward keeps, at the same indices."""
-    saved: Ints
-    """The bytes that a forward of each stage saves."""
-    level: Ints
-    """The level of each stage."""
-    is_optional: bool
-    """Whether forwards may skip recomputation."""
 
 
 class Best(NamedTuple):
@@ -88,33 +62,33 @@ def anneal_recompute(
     assert problem.recomputation is not None
     offered, chosen = problem.recomputation.offered, problem.recomputation.chosen
     levels = [level for level in offered if level != NONE]
-    tables, choice = _tables_and_choice(problem, levels, schedule)
-    best = Best(_order_of(schedule), tables.absent.copy(), choice.level.copy())
+    tables = _tables_with_choice(problem, levels, schedule)
+    best = Best(_order_of(schedule), tables.absent.copy(), tables.choice.level.copy())
     share, mean, goal = 1 / len(tables.ranks), mean_pass(tables), 1 << 62
     moves = max(FIRST_MOVES, 12 * tables.size)
-    chunk = max(1, CHUNK_PASSES // (tables.size * (CHANGES + MOVES)))
+    chunk = max(1, CHUNK_PASSES // tables.size)
     for hot in cycle(HOT_TEMPERATURES if tables.size <= SMALL else TEMPERATURES):
-        _take(tables, choice, best)
+        _take(tables, best)
         rows = rows_of(tables, best.order)
-        scratch = move_scratch(tables, rows)
-        longest, cost = replay(tables, rows, scratch.play, share, np.inf)
+        longest, cost = replay(tables, rows, initial_play_state(tables), share, np.inf)
         if longest < 0:
             return schedule, chosen
+        scratch = move_scratch(tables, rows)
         goal = min(goal, int(longest))
         over, begun = 0.0, budget.spent
         while over < 1 and goal > bound and budget.spent < 1:
-            counted = (budget.spent_after(chunk * (CHANGES + MOVES)) - begun) / LONGEST_RUN
-            next_over = min(1.0, max(over + chunk * MOVES / moves, counted))
+            counted = (budget.spent_after(chunk) - begun) / LONGEST_RUN
+            next_over = min(1.0, max(over + chunk / moves, counted))
             seed_random(seed + budget.used)
             warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
-            goal, cost, used = change_and_move(tables, rows, scratch, choice, best, goal, bound, cost, share, warm, cool, chunk)
+            goal, cost, used = anneal(tables, rows, scratch, best, goal, bound, cost, share, warm, cool, chunk)
             budget.used += used
             over = max(next_over, (budget.spent - begun) / LONGEST_RUN)
         if goal <= bound or budget.spent >= 1:
             break
         moves *= 2
-    _take(tables, choice, best)
-    taken = _chosen(problem, tables, choice, levels)
+    _take(tables, best)
+    taken = _chosen(problem, tables, levels)
     return _schedule_of(schedule.name, problem.with_levels(taken), tables, best.order), taken
 
 
@@ -123,8 +97,8 @@ def _plain(problem: Problem) -> Problem:
     return replace(problem, costs=replace(problem.costs, further=()), recomputation=None, workload=None, cut=None)
 
 
-def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Schedule) -> tuple[Tables, Choice]:
-    """Returns the tables of `problem` with those R's of `schedule` as passes of their own, and the choice of levels."""
+def _tables_with_choice(problem: Problem, levels: Sequence[Level], schedule: Schedule) -> Tables:
+    """Returns the tables of `problem` with those R's of `schedule` as passes of their own, and with the choice of levels."""
     stages, m = problem.placement.num_stages, problem.num_microbatches
     plain = tables_of(_plain(problem), joins=True)
     codes = np.concatenate([plain.codes, np.full(stages, -1, CODE)])
@@ -140,7 +114,6 @@ def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Sche
     nothing = np.zeros(stages * m, np.int64)
     columns: dict[str, Any] = {name: np.concatenate([getattr(plain, name), nothing]) for name in ("time", "held", "ahead", "over")}
     absent = np.concatenate([np.zeros(plain.size, np.int64), nothing + 1])
-    tables = plain._replace(codes=codes, ranks=ranks, absent=absent, **columns)
     costs = [problem.costs.with_recompute(level) for level in levels]
     now = problem.recomputation.chosen if problem.recomputation else ()
     choice = Choice(
@@ -150,11 +123,12 @@ def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Sche
         np.array([levels.index(level) if level in levels else len(levels) - 1 for level in now], np.int64),
         problem.recomputation is not None and problem.recomputation.is_optional,
     )
+    tables = plain._replace(codes=codes, ranks=ranks, absent=absent, choice=choice, **columns)
     for row in schedule.rows:
         for kind, stage, j in row:
             if kind is Kind.R:
-                set_recomputed(tables, choice, stage, j, True)
-    return tables, choice
+                set_recomputed(tables, stage, j, True)
+    return tables
 
 
 def _order_of(schedule: Schedule) -> Ints:
@@ -197,172 +171,17 @@ def _schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Sc
     return fused_for_memory(schedule, problem) if tables.joins else schedule
 
 
-def _chosen(problem: Problem, tables: Tables, choice: Choice, levels: Sequence[Level]) -> tuple[Level, ...]:
+def _chosen(problem: Problem, tables: Tables, levels: Sequence[Level]) -> tuple[Level, ...]:
     """Returns the level of each stage, `NONE` without recomputation."""
     stages, m = problem.placement.num_stages, tables.microbatches
     absent = tables.absent[-stages * m :].reshape(stages, m).tolist()
-    return tuple(NONE if all(absent[stage]) else levels[choice.level[stage]] for stage in range(stages))
+    return tuple(NONE if all(absent[stage]) else levels[tables.choice.level[stage]] for stage in range(stages))
 
 
-def _take(tables: Tables, choice: Choice, best: Best) -> None:
-    """Writes the recomputation of `best` into the tables and the choice."""
-    stages, m = len(choice.level), tables.microbatches
-    choice.level[:] = best.level
+def _take(tables: Tables, best: Best) -> None:
+    """Writes the recomputation of `best` into the tables."""
+    stages, m = len(best.level), tables.microbatches
+    tables.choice.level[:] = best.level
     for stage in range(stages):
         for j in range(m):
-            set_recomputed(tables, choice, stage, j, not best.absent[(RECOMPUTE * stages + stage) * m + j])
-
-
-@compiled
-def change_and_move(
-    tables: Tables,
-    rows: Rows,
-    scratch: MoveScratch,
-    choice: Choice,
-    best: Best,
-    goal: int,
-    target: int,
-    cost: float,
-    share: float,
-    hot: float,
-    cold: float,
-    rounds: int,
-) -> tuple[int, float, int]:
-    """Alternates changes of recomputation and moves of passes, `rounds` times, while the temperature (ns) falls to `cold`.
-
-    `cost` is that of `rows`, which are within the limits. `goal` is the longest time of `best`. Both are replaced by better ones, and
-    reaching `target` ends the search. Returns the goal, the cost of `rows`, and the number of changes and moves tried.
-    """
-    used = 0
-    for turn in range(rounds):
-        temperature = hot * (cold / hot) ** (turn / rounds)
-        for _ in range(CHANGES):
-            longest, new_cost = try_change(tables, rows, scratch, choice, share, cost - temperature * np.log(np.random.random() + 1e-300))
-            used += 1
-            if longest >= 0:
-                cost = new_cost
-                if longest < goal:
-                    goal = longest
-                    keep(tables, rows, choice, best)
-        replay(tables, rows, scratch.play, share, np.inf)
-        copy_range(tables, scratch.before, rows, 0, len(rows.code))
-        copy_times(scratch.before.end, scratch.before.idle, rows.end, rows.idle, 0, len(rows.code))
-        before = goal
-        goal, cost, tried = anneal(tables, rows, scratch, best.order, goal, target, cost, share, temperature, temperature, MOVES)
-        used += tried
-        if goal < before:
-            copy_into(best.absent, tables.absent)
-            copy_into(best.level, choice.level)
-        if goal <= target:
-            break
-    return goal, cost, used
-
-
-@inlined
-def keep(tables: Tables, rows: Rows, choice: Choice, best: Best) -> None:
-    """Writes the rows and their recomputation into `best`."""
-    copy_into(best.order, rows.code)
-    copy_into(best.absent, tables.absent)
-    copy_into(best.level, choice.level)
-
-
-@compiled
-def try_change(tables: Tables, rows: Rows, scratch: MoveScratch, choice: Choice, share: float, cutoff: float) -> tuple[int, float]:
-    """Makes one random change of recomputation and returns the result of `play_rows`. If that rejects it, the change is undone.
-
-    The times in `rows` must be replayed afterwards.
-    """
-    stages, m = len(choice.level), tables.microbatches
-    levels = len(choice.time) // stages
-    stage, j = np.random.randint(stages), np.random.randint(m)
-    other_stage, other = -1, -1
-    level = choice.level[stage]
-    what = np.random.random()
-    if levels > 1 and (what < OTHER_LEVEL or not choice.is_optional):
-        set_level(tables, choice, stage, (level + np.random.randint(1, levels)) % levels)
-    elif choice.is_optional:
-        if what > 1 - EXCHANGE:
-            other_stage, other = draw_exchange(tables, stages, stage, j)
-        flip(tables, rows, choice, stage, j)
-        if other >= 0:
-            flip(tables, rows, choice, other_stage, other)
-    else:
-        return -1, np.inf
-    longest, cost = replay(tables, rows, scratch.play, share, cutoff)
-    if longest < 0:
-        if choice.level[stage] != level:
-            set_level(tables, choice, stage, level)
-        else:
-            flip(tables, rows, choice, stage, j)
-            if other >= 0:
-                flip(tables, rows, choice, other_stage, other)
-    return longest, cost
-
-
-@inlined
-def draw_exchange(tables: Tables, stages: int, stage: int, j: int) -> tuple[int, int]:
-    """Returns a stage of the same rank and a microbatch whose forward is recomputed if that of `stage` and `j` is not, or vice versa.
-
-    Returns (-1, -1) if none is found.
-    """
-    m = tables.microbatches
-    for _ in range(TRIES):
-        other_stage, other = np.random.randint(stages), np.random.randint(m)
-        alike = tables.codes[other_stage].rank == tables.codes[stage].rank
-        if alike and is_recomputed(tables, stages, other_stage, other) != is_recomputed(tables, stages, stage, j):
-            return other_stage, other
-    return -1, -1
-
-
-@inlined
-def is_recomputed(tables: Tables, stages: int, stage: int, j: int) -> bool:
-    """Returns whether a forward is recomputed."""
-    return tables.absent[(RECOMPUTE * stages + stage) * tables.microbatches + j] == 0
-
-
-@compiled
-def flip(tables: Tables, rows: Rows, choice: Choice, stage: int, j: int) -> None:
-    """Toggles the recomputation of a forward."""
-    put_in_place(tables, rows, len(choice.level), stage)
-    set_recomputed(tables, choice, stage, j, not is_recomputed(tables, len(choice.level), stage, j))
-
-
-@compiled
-def set_level(tables: Tables, choice: Choice, stage: int, level: int) -> None:
-    """Changes the level of a stage."""
-    choice.level[stage] = level
-    for j in range(tables.microbatches):
-        set_recomputed(tables, choice, stage, j, is_recomputed(tables, len(choice.level), stage, j))
-
-
-@compiled
-def set_recomputed(tables: Tables, choice: Choice, stage: int, j: int, recomputed: bool) -> None:
-    """Sets whether a forward is recomputed, at the level of its stage."""
-    stages, m = len(choice.level), tables.microbatches
-    forward, own = stage * m + j, (RECOMPUTE * stages + stage) * m + j
-    at, rank = choice.level[stage] * stages + stage, tables.codes[stage].rank
-    time, kept = (choice.time[at], choice.kept[at]) if recomputed else (0, choice.saved[stage])
-    tables.ranks[rank].work += time - tables.time[own]
-    tables.time[own] = time
-    tables.held[forward] = kept
-    tables.held[own] = choice.saved[stage] - kept
-    tables.absent[own] = 0 if recomputed else 1
-
-
-@compiled
-def put_in_place(tables: Tables, rows: Rows, stages: int, stage: int) -> None:
-    """Moves the R's of a stage that are left out to where they might run: right before their B, or the next R if that is earlier."""
-    m = tables.microbatches
-    backward, recompute = (stages + stage) * m, (RECOMPUTE * stages + stage) * m
-    before = len(rows.code)
-    for j in range(m - 1, -1, -1):
-        at = rows.where[recompute + j]
-        if tables.absent[recompute + j]:
-            before = min(before, rows.where[backward + j])
-            while at + 1 < before:
-                swap(tables, rows, at, at + 1)
-                at += 1
-            while at > before:
-                swap(tables, rows, at, at - 1)
-                at -= 1
-        before = at
+            set_recomputed(tables, stage, j, not best.absent[(RECOMPUTE * stages + stage) * m + j])

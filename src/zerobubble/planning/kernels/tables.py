@@ -64,6 +64,21 @@ class Steps(NamedTuple):
     """For each code, the least that a pass adds to the work of its rank."""
 
 
+class Choice(NamedTuple):
+    """The allowed levels of recomputation, and the level of each stage. `Tables.absent` has the R's that are left out."""
+
+    time: Ints
+    """The ns of R of stage s at level l, at `l * stages + s`."""
+    kept: Ints
+    """The bytes that a recomputed forward keeps, at the same indices."""
+    saved: Ints
+    """The bytes that a forward of each stage saves."""
+    level: Ints
+    """The level of each stage."""
+    is_optional: bool
+    """Whether forwards may skip recomputation."""
+
+
 class Tables(NamedTuple):
     """A problem as arrays over codes. Code `k * stages + s` is a pass of `PLANNED[k]` on stage s.
 
@@ -99,6 +114,8 @@ class Tables(NamedTuple):
     """1 for a pass that is left out, else 0, at the same indices. Such a pass has no effect and may change places with any other."""
     steps: Any = ()
     """`Steps` if passes may share steps, else empty: kernels are compiled with steps or without them."""
+    choice: Any = ()
+    """The `Choice` if moves may change what is recomputed, else empty. R is then a pass of its own, with codes after those of W."""
 
     @property
     def size(self) -> int:
