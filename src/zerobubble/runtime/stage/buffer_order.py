@@ -1,14 +1,17 @@
-"""Detects state that is written in the backward pass in the wrong order, such as running statistics under `torch.utils.checkpoint`.
+"""Detects state that passes write in another order than one device, such as running statistics under `torch.utils.checkpoint`.
 
 This is state in buffers, in parameters that a forward changes, and in attributes from which passes continue. On one device, the backward of
 a microbatch runs before the forward of the next, so a recomputed module updates its state twice per microbatch, in order. In a pipeline,
 forwards of later microbatches may run in between. The order of updates, and with it the values, would differ from one device. This cannot
 be repaired afterwards, so it is an error.
+
+The copies of a stage on the routes of a bidirectional schedule share the microbatches, so a forward must not continue from an attribute
+that an earlier forward has set. `ChangedCopies` refuses buffers and parameters of such copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,10 +31,15 @@ class BufferOrder:
     """Compares the buffers of `module`, stage `index`, by identity and version after each pass of a step, and its `parameters` by version.
 
     For 300 parameters this takes about 20 us per pass. Within `watching`, it also compares numbers and tensors in attributes of modules.
+
+    Of a stage with a copy on another route, `set_by_copy` has the attributes that forwards of earlier steps have set, and receives more.
     """
 
-    def __init__(self, module: nn.Module, index: int, parameters: Sequence[nn.Parameter] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, index: int, parameters: Sequence[nn.Parameter] = (), set_by_copy: set[_Key] | None = None
+    ) -> None:
         self._index = index
+        self._set_by_copy = set_by_copy
         self._module = module
         self._modules: dict[str, nn.Module] = {}
         self._parts = [(path, part) for path, part in module.named_modules() if buffers_of(part)]
@@ -51,6 +59,7 @@ class BufferOrder:
         """Context of the passes of a step in which attributes are compared, too."""
         self._modules = dict(self._module.named_modules())
         self._last = self._now()
+        self._watch(self._set_by_copy or ())
         try:
             yield
         finally:
@@ -63,11 +72,20 @@ class BufferOrder:
         self._forward_of[microbatch] = self._num_forwards
         changed = self._changed()
         self._writer.update(dict.fromkeys(changed, self._num_forwards))
-        for path, name in changed:
+        if self._set_by_copy is not None:
+            for key in changed:
+                if key in self._watched and self._watched[key].is_read:
+                    raise self._refusal_of_copy(*key)
+        self._watch(changed)
+        if self._set_by_copy is not None:
+            self._set_by_copy.update(self._watched)
+        self._pass_ended()
+
+    def _watch(self, keys: Iterable[_Key]) -> None:
+        for path, name in keys:
             part = self._modules.get(path)
             if part is not None and name in vars(part) and (path, name) not in self._watched:
                 self._watched[path, name] = WatchedAttribute(part, name)
-        self._pass_ended()
 
     def backward_ended(self, microbatch: int) -> None:
         """Raises `InputError` if the backward of `microbatch` has written what later forwards had written before."""
@@ -99,6 +117,18 @@ class BufferOrder:
                 "do not checkpoint this module, or recompute the stage by R passes, which leave it alone "
                 "(zerobubble.schedules.with_recompute)"
             ),
+        )
+
+    def _refusal_of_copy(self, path: str, name: str) -> InputError:
+        return InputError(
+            (
+                "stage {index} continues from attribute {name!r} of {module!r}, which each forward sets anew, and of a bidirectional "
+                "schedule's copies of the stage each sees some of the microbatches only, so none would hold what one device holds"
+            ),
+            index=self._index,
+            name=name,
+            module=path or "the stage",
+            remedy="choose a schedule with one route, or change the attribute between steps, on all ranks alike",
         )
 
     def _changed(self) -> list[_Key]:

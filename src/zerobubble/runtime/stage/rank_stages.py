@@ -115,6 +115,7 @@ class Stages:
         self._cuda_graphs = cuda_graphs
         self._gradients = gradients
         self._traced: dict[int, Stage] = {}
+        self._set_by_copies: dict[int, set[tuple[str, str]]] = {}
         self.num_changes = 0
         """The number of changes of the model that may change messages."""
         self._num_checked = 0
@@ -185,6 +186,8 @@ class Stages:
             splits = index in schedule.split_stages
             stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
             stage.head = self._heads.get(index)
+            is_copied = len({route[index] for route in schedule.placement.routes}) > 1
+            stage.set_by_copy = self._set_by_copies.setdefault(index, set()) if is_copied else None
             stage.loss_fn = self.loss_fn if index == schedule.num_stages - 1 else None
             if index in with_recompute:
                 fault = _recompute_fault(index, way)

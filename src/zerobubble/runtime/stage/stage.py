@@ -72,7 +72,8 @@ class Stage:
     `head` is this stage's part of a divided head, if any; `loss_fn` is what `finish` calls on the last stage.
 
     `shards` are the FSDP2 units of the module, None without FSDP2; the executor gathers them before the passes. `offloaded` holds, by
-    microbatch, the collectors of saved tensors for forwards that will be offloaded.
+    microbatch, the collectors of saved tensors for forwards that will be offloaded. `set_by_copy` has the attributes that forwards have
+    set, None unless the stage has a copy on another route.
 
     Raises `InputError` for a module that averages its own gradients during a step.
     """
@@ -102,6 +103,7 @@ class Stage:
         self._before_weight: set[int] = set()
         self._first_runs: dict[int, FirstRun | ChosenCalls] = {}
         self._buffers: BufferOrder | None = None
+        self.set_by_copy: set[tuple[str, str]] | None = None
         self._watch = ForwardWatch(module, index)
         self._goes_back = True
         self.loss_fn: object = None
@@ -114,7 +116,10 @@ class Stage:
         self._collected = self.parameters
         self.splitter.begin(self.parameters, meter)
         self._buffers = BufferOrder(
-            self.module, self.index, changing_parameters(list(self.module.modules())) if self.shards is None else ()
+            self.module,
+            self.index,
+            changing_parameters(list(self.module.modules())) if self.shards is None else (),
+            self.set_by_copy,
         )
         self._watch.begin()
         self._has_gathered = False
