@@ -132,6 +132,9 @@ def test_show_writes_the_picture(tmp_path: Path) -> None:
     assert run("show", "zb-h1", "--ranks", "2", "--microbatches", "3", "--svg", str(file)).exit_code == 0
     assert len(ElementTree.parse(file).findall(PASSES)) == 2 * 3 * 3
     assert os.listdir(tmp_path) == ["picture.svg"]
+    assert run("make", "zb-h1", "--ranks", "2", "--microbatches", "3", "-o", str(tmp_path / "made.svg")).exit_code == 0
+    for picture in tmp_path.iterdir():
+        states(ElementTree.parse(picture).findtext("{*}text") or "", "zb-h1", "2 ranks", "3 microbatches")
 
 
 @pytest.mark.parametrize(

