@@ -19,9 +19,9 @@ from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
 SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "experts", "flags of one rank")
-SHORT += ("fresh head", "a stream", "choices", "logits in place", "pairs in one call")
+SHORT += ("fresh head", "a stream", "choices", "logits in place", "pairs in one call", "scaled by processes")
 REPLICATED = ("plain", "local counts", "mean", "mean over attention_mask", "weighted", "masked", "generated", "sequences, one microbatch")
-REPLICATED += ("a stream", "gathered")
+REPLICATED += ("a stream", "gathered", "scaled by processes")
 FLOAT32 = 1e-6
 """The largest relative difference where the model's own loss is in float32, as Llama's."""
 
@@ -84,9 +84,11 @@ def test_losses_train_in_two_replicas_as_on_one_device(reference: Path, tmp_path
         found, expected = result(tmp_path, case), result(reference, case)
         assert found["shapes"] == expected["shapes"]
         assert found["totals"] == pytest.approx(expected["totals"], rel=1e-9)
+        assert found["counted"] == pytest.approx(expected["counted"], rel=1e-9)
 
 
 @pytest.mark.refuses("samples gathered in compute_loss where samples fill a batch of replicas", "losses that one replica refuses")
+@pytest.mark.refuses("sums over replicas that compute_loss divides by the number of processes")
 def test_losses_that_replicas_cannot_compute_are_refused_on_all_ranks(tmp_path: Path) -> None:
     run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", *REFUSED_OF_REPLICAS, ranks=4)
     for case in REFUSED_OF_REPLICAS:

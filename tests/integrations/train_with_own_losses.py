@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -255,6 +256,18 @@ class ChangesMode(TrainerCallback):
         self.trainer.sums = state.global_step == 2
 
 
+class CountsSamples(TrainerCallback):
+    """Counts the samples of all processes in `total`, and saves the model after an evaluation."""
+
+    trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.total += float(args.train_batch_size * args.world_size)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.save_model()
+
+
 def classes(base: Any, generating: Any) -> dict[str, Any]:
     """The trainers, by name of a case."""
 
@@ -336,6 +349,37 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             returned = super().compute_loss(*args, **kwargs)
             return (2 * returned[0], returned[1]) if isinstance(returned, tuple) else 2 * returned
+
+    class Scaled(base):
+        """Scales its share of the items by the processes over which gradients are averaged, and counts the samples of all processes."""
+
+        samples, total = 0.0, 0.0
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            count = CountsSamples()
+            count.trainer = self
+            self.add_callback(count)
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            outputs = model(**inputs)
+            counts = {self.accelerator.num_processes, self.accelerator.state.num_processes, PartialState().num_processes}
+            (count,) = counts | {self.args.world_size, dist.get_world_size() if dist.is_initialized() else 1}
+            loss = token_losses(outputs.logits, inputs["labels"], "sum") / num_items_in_batch * (count // self.get_tp_size())
+            return (loss, outputs) if return_outputs else loss
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            counts = self.accelerator.gather(torch.tensor([len(inputs["labels"])]))
+            self.samples += counts.sum().item() / len(counts) * self.accelerator.num_processes
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    class Divided(Mean):
+        """Logs a mean over processes by their number, which is that of one call for the batch of all."""
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            loss = token_losses(logits, labels)
+            self.log({"ce": self.accelerator.gather(loss.detach()).sum().item() / self.accelerator.num_processes})
+            return loss
 
     class Logged(Mean):
         """Logs in compute_loss, gathers among processes, and counts calls, samples and losses."""
@@ -575,6 +619,7 @@ CASES: dict[str, dict[str, Any]] = {
     "entropy of full sequences": {"kind": "Entropy", "data": full_tokens},
     "z-loss": {"kind": "Z", "settings": {"gradient_accumulation_steps": 2}},
     "double": {"kind": "Double", "settings": {"gradient_accumulation_steps": 2}},
+    "scaled by processes": {"kind": "Scaled", "settings": {"gradient_accumulation_steps": 2}},
     "logged": {"kind": "Logged"},
     "gathered": {"kind": "Gathered", "evaluated": lambda data: data[:BATCH]},
     "mean by compute_loss_func": {"kind": "Trainer", "arguments": {"compute_loss_func": mean_func}},
@@ -637,6 +682,7 @@ REFUSED_OF_REPLICAS: dict[str, dict[str, Any]] = {
         "evaluated": lambda data: data[:BATCH],
         "settings": {"max_steps": 8},
     },
+    "divided by processes": {"kind": "Divided", "data": full_tokens, "evaluated": lambda data: data[:BATCH]},
     "refused in one replica": {"kind": "Mixed", "data": tokens_of_replicas, "settings": {"train_sampling_strategy": "sequential"}},
 }
 """What is refused on all ranks of two replicas."""

@@ -46,12 +46,13 @@ COLLECTIVES = tuple(
 
 
 @contextmanager
-def collectives_refused(name: str, ranks: set[int], remedy: str) -> Iterator[None]:
+def collectives_refused(name: str, ranks: set[int], num_processes: int, remedy: str) -> Iterator[None]:
     """A context in which collectives of this thread that other `ranks` would have to join raise `InputError`.
 
     Args:
         name: The function of the user that runs inside.
         ranks: The ranks of the pipeline.
+        num_processes: The size of the world for this thread.
         remedy: What to call instead.
     """
     thread = threading.get_ident()
@@ -80,7 +81,13 @@ def collectives_refused(name: str, ranks: set[int], remedy: str) -> Iterator[Non
 
         return call
 
-    instead = {collective: refusing(collective) for collective in COLLECTIVES}
+    world_size = module.get_world_size
+
+    def get_world_size(group: Any = None) -> int:
+        is_of_user = threading.get_ident() == thread and group is None
+        return num_processes if is_of_user else world_size(group)
+
+    instead = {collective: refusing(collective) for collective in COLLECTIVES} | {"get_world_size": get_world_size}
     with replaced(dist, **instead), replaced(module, **instead):
         yield
 

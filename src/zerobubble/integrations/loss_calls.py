@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import convert_to_fp32
 from torch import Tensor
 
@@ -83,12 +84,14 @@ class LossCalls:
 
     Attributes:
         filled: For each replica, the number of samples of the batch that count, if others fill it; otherwise empty.
+        num_processes: What `compute_loss` reads as the number of processes: a call gives the loss of the batch of all replicas.
     """
 
     def __init__(self, trainer: Any, covered: tuple[str, ...]) -> None:
         self._trainer = trainer
         self.covered = covered
         self.filled: list[int] = []
+        self.num_processes = 1
 
     @property
     def name(self) -> str:
@@ -171,7 +174,7 @@ class LossCalls:
 
     @contextmanager
     def _alone(self, batch: Microbatches, rows: list[dict[str, Any]]) -> Iterator[None]:
-        """A context for one call: it logs to `rows`, and its collectives are among replicas, or refused."""
+        """A context for one call: it logs to `rows`, counts one process, and its collectives are among replicas, or refused."""
         trainer = self._trainer
         accelerator, model = trainer.accelerator, trainer.model
         remedy = "gather with self.accelerator.gather, which joins the replicas"
@@ -181,12 +184,13 @@ class LossCalls:
             stack.enter_context(replaced(model, training=batch.trains))
             stack.enter_context(replaced(trainer.args, average_tokens_across_devices=False))  # `TrainerLoss` does it, by what the loss is
             stack.enter_context(replaced(trainer, log=lambda logs, *args, **kwargs: rows.append(dict(logs))))
-            gather, reduce = trainer._gather_among_replicas, trainer._reduce_among_replicas
-            collectives = {"gather": gather, "gather_for_metrics": gather, "reduce": reduce}
+            stack.enter_context(trainer._counting_replicas(self.num_processes))
+            stack.enter_context(replaced(PartialState(), num_processes=self.num_processes))
+            collectives = {name: getattr(accelerator, name) for name in ("gather", "reduce")} | {"gather_for_metrics": accelerator.gather}
             if self.filled and not trainer._gathers_counted:
                 collectives |= {name: self._refusing(name) for name in collectives if not batch.trains or name == "gather_for_metrics"}
             stack.enter_context(replaced(accelerator, **collectives))
-            stack.enter_context(collectives_refused(self.name, trainer._ranks_of_pipeline, remedy))
+            stack.enter_context(collectives_refused(self.name, trainer._ranks_of_pipeline, self.num_processes, remedy))
             yield
 
     def _refusing(self, collective: str) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples, samples_of
 from zerobubble.integrations.lone_calls import unchanged
 from zerobubble.integrations.loss_calls import PENALTIES, LossCalls, Microbatches
-from zerobubble.integrations.loss_rules import Comparison, with_other_labels
+from zerobubble.integrations.loss_rules import Comparison, are_near, with_other_labels
 from zerobubble.integrations.sample_outputs import JoinedOutput
 from zerobubble.integrations.whole_model import replaced
 from zerobubble.runtime.frameworks import RandomStates, states_restored
@@ -140,6 +140,7 @@ class Prober:
                 probe.outputs.append(JoinedOutput.sample(output))
                 if place == probe.width - 1:
                     numbers = probe.numbers[-probe.width :]
+                    self._refuse_counts(probe, index, output, numbers[-1])
                     probe.comparisons += [Comparison(group, numbers, probe.rounding), *self._from_one_output(probe, group, output)]
             except Exception as error:  # noqa: BLE001 - the user's function may raise anything, and all ranks name it
                 probe.faults.append(str(error) if isinstance(error, InputError) else self._raised(error, probe.parts[index]))
@@ -172,6 +173,25 @@ class Prober:
             reason = "a pipeline runs it once for each microbatch, on one rank"
             probe.faults.append(f"{place}, and {reason}: change it in a callback, or log with self.log")
         return {LOSS: float(called.loss.detach()), **called.numbers}
+
+    def _refuse_counts(self, probe: Probe, index: int, output: Any, numbers: dict[str, float]) -> None:
+        """Raises `InputError` if numbers depend on the number of processes, unless it is a factor of the loss. Calls count one process."""
+        if (replicas := self._trainer._num_replicas) == 1:
+            return
+        with replaced(self._calls, num_processes=replicas):
+            others = self._numbers(probe, index, output)
+        for name, number in numbers.items():
+            expected = (number, replicas * number) if name == LOSS else (number,)
+            if not any(are_near(others.get(name, 0.0), value, EXACT, [number]) for value in expected):
+                raise InputError(
+                    "{name} in {function} is {expected} for one process and {got} for {count}, the number of replicas",
+                    name=name,
+                    function=self._calls.name,
+                    expected=number,
+                    got=others.get(name),
+                    count=replicas,
+                    remedy="use the number of processes as a factor of the whole loss only, and gather(...).mean() for a mean of replicas",
+                )
 
     def _from_one_output(self, probe: Probe, group: int, output: Any) -> Iterator[Comparison]:
         """Yields the comparisons of a group that take the rows of one output of the model, now and later in training."""

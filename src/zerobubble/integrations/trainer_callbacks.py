@@ -33,7 +33,8 @@ class SharedCallbacks:
         """Calls all callbacks. Returns the control with the flags of all ranks."""
         self._depth += 1
         try:
-            control = self._call_event(event, args, state, control, **kwargs)
+            with self._trainer._counting_replicas():
+                control = self._call_event(event, self._trainer.args, state, control, **kwargs)
         except Exception as error:
             if self._depth == 1:
                 self._report(error, event)

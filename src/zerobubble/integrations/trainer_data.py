@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from copy import copy
+from functools import cache
 from typing import Any
 
 import zerobubble as zb
 from zerobubble.integrations.batches import digest_of, refuse_different_digests
 
 
-def args_with(args: Any, **properties: Any) -> Any:
-    """Returns the arguments of Trainer with other properties, such as one process for each replica, and all other attributes of `args`.
+def with_properties(owner: Any, **properties: Any) -> Any:
+    """Returns an object with other properties, such as one process for each replica, and all other attributes of `owner`.
 
     By the number of the process, Transformers seeds the workers of data loaders, and samples batches of similar lengths.
     """
-    kind = type(args)
+    kind: Any = type(owner)
+    return _sharing(owner, _class_with(kind, tuple(properties.items())))
+
+
+@cache
+def _class_with(kind: type, properties: tuple[tuple[str, Any], ...]) -> type:
+    """Returns a class with other properties, whose objects are saved and copied as objects of `kind`."""
 
     def constant(value: Any) -> property:
         return property(lambda _: value)
 
-    changed: Any = object.__new__(type(kind.__name__, (kind,), {name: constant(value) for name, value in properties.items()}))
-    changed.__dict__ = vars(args)
-    return changed
+    reduced = {"__reduce_ex__": lambda self, protocol: (copy, (_sharing(self, kind),))}
+    return type(kind.__name__, (kind,), {name: constant(value) for name, value in properties} | reduced)
+
+
+def _sharing(owner: Any, kind: type) -> Any:
+    """Returns an object of a class with the attributes of `owner`."""
+    shared: Any = object.__new__(kind)
+    shared.__dict__ = vars(owner)
+    return shared
 
 
 def refuse_different_batches(pipe: zb.Pipeline, batch: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -42,7 +42,7 @@ with needed("transformers"):
     from zerobubble.integrations.stream_ends import count_samples, note_remainder, num_read, nums_counted
     from zerobubble.integrations.trainer_callbacks import SharedCallbacks
     from zerobubble.integrations.trainer_checkpoint import load_optimizer_of_one_device
-    from zerobubble.integrations.trainer_data import args_with, refuse_different_batches
+    from zerobubble.integrations.trainer_data import refuse_different_batches, with_properties
     from zerobubble.integrations.trainer_example import example_of, remedies_of_trainer
     from zerobubble.integrations.trainer_loss import Batch, TrainerLoss
     from zerobubble.integrations.trainer_options import wrong_options
@@ -139,6 +139,8 @@ class PipelineMixin(_Trainer):
         self._pipeline_size = dist.get_world_size() // self._num_replicas
         self.accelerator.prepare_data_loader = self._prepare_data_loader
         self._callbacks = SharedCallbacks(self)
+        for name in ("training_step", "log"):  # of a subclass of the user
+            setattr(self, name, self._counting_replicas()(getattr(self, name)))
         self._same_stages = self._group_of_same_stages()
         self.accelerator.gather_for_metrics = partial(gather_over_replicas, self._same_stages, self.accelerator)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -214,9 +216,16 @@ class PipelineMixin(_Trainer):
         with self._counting_replicas(process_index=self._replica):
             return super()._get_dataloader(*args, **kwargs)
 
-    def _counting_replicas(self, **properties: Any) -> AbstractContextManager[None]:
-        """Returns a context in which Trainer counts replicas instead of processes: steps, batches and the workers of data loaders."""
-        return replaced(self, args=args_with(self.args, world_size=self._num_replicas, **properties))
+    @contextmanager
+    def _counting_replicas(self, count: int | None = None, **properties: Any) -> Iterator[None]:
+        """A context in which Trainer and code of the user count replicas, or `count`, instead of processes, and gather among replicas: to
+        scale losses, and to count steps, samples, and the workers of data loaders."""
+        count = self._num_replicas if count is None else count
+        args = with_properties(self.args, world_size=count, **properties)
+        state = with_properties(self.accelerator.state, num_processes=count)
+        collectives = {"gather": self._gather_among_replicas, "reduce": self._reduce_among_replicas}
+        with replaced(self, args=args, get_tp_size=super().get_tp_size), replaced(self.accelerator, state=state, **collectives):
+            yield
 
     def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         """Prepares a loader like Accelerator, except that all ranks of a pipeline load the same batches."""
@@ -239,9 +248,8 @@ class PipelineMixin(_Trainer):
         return prepared
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._pipeline_size
+        with self._counting_replicas():
+            super()._track_num_input_tokens(inputs)
 
     def store_flos(self) -> None:
         """Counts the operations of a batch once, not on each rank of the pipeline."""
@@ -341,12 +349,9 @@ class PipelineMixin(_Trainer):
         return True
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        with replaced(self.args, average_tokens_across_devices=False):
+        with self._counting_replicas(), replaced(self.args, average_tokens_across_devices=False):
             items = super()._get_num_items_in_batch(batch_samples, device)
-        if not isinstance(items, Tensor):
-            return items
-        items = items * (self._pipeline_size if self._is_counted else 0)  # Trainer has divided it by the number of ranks with this batch
-        return reduce_over_replicas(self._same_stages, items)
+        return reduce_over_replicas(self._same_stages, items * self._is_counted) if isinstance(items, Tensor) else items
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Logs, evaluates and saves like Trainer. A flag that a callback sets in `on_log` of a step on one rank counts on all."""
@@ -564,6 +569,11 @@ class PipelineMixin(_Trainer):
         if os.path.isfile(scheduler := os.path.join(checkpoint, SCHEDULER_NAME)):
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves the random states of every rank, also where a callback saves."""
+        with self._counting_replicas(dist.get_world_size()):
+            super()._save_rng_state(output_dir)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Loads the random states of the first rank of this pipeline like Trainer: the ranks of a pipeline draw the same batches.
 
@@ -573,7 +583,7 @@ class PipelineMixin(_Trainer):
         if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, "rng_state.pth")):
             properties = {"world_size": max(2, self.args.world_size), "parallel_mode": ParallelMode.DISTRIBUTED}
             properties["process_index"] = min(self._ranks_of_pipeline)
-        with replaced(self, args=args_with(self.args, **properties)):
+        with replaced(self, args=with_properties(self.args, **properties)):
             super()._load_rng_state(checkpoint)
 
     # Options that a pipeline does not support
