@@ -19,7 +19,7 @@ from zerobubble.integrations.transformers import PipelineMixin, PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_own_losses.py")
 SHORT = ("mean", "mean, accumulated", "weighted", "logged", "masked", "generated", "methods", "two heads", "experts", "flags of one rank")
-SHORT += ("fresh head", "a stream", "choices", "logits in place", "pairs in one call", "scaled by processes")
+SHORT += ("fresh head", "a stream", "choices", "logits in place", "pairs in one call", "scaled by processes", "counted late")
 REPLICATED = ("plain", "local counts", "mean", "mean over attention_mask", "weighted", "masked", "generated", "sequences, one microbatch")
 REPLICATED += ("a stream", "gathered", "scaled by processes")
 FLOAT32 = 1e-6

@@ -393,6 +393,20 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
             self.log({"ce": gathered.item(), "calls": self.calls})
             return loss * (1 + 0.1 * self.calls)
 
+    class CountsLate(Mean):
+        """Sets a new attribute, and another that was None, from step 2 on."""
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.total: float | None = None
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            loss = token_losses(logits, labels)
+            if self.state.global_step >= 2:
+                self.samples = getattr(self, "samples", 0) + len(labels)
+                self.total = loss.item()
+            return loss
+
     class Gathered(Mean):
         """Logs a mean over samples of all processes."""
 
@@ -621,6 +635,7 @@ CASES: dict[str, dict[str, Any]] = {
     "double": {"kind": "Double", "settings": {"gradient_accumulation_steps": 2}},
     "scaled by processes": {"kind": "Scaled", "settings": {"gradient_accumulation_steps": 2}},
     "logged": {"kind": "Logged"},
+    "counted late": {"kind": "CountsLate", "data": full_tokens},
     "gathered": {"kind": "Gathered", "evaluated": lambda data: data[:BATCH]},
     "mean by compute_loss_func": {"kind": "Trainer", "arguments": {"compute_loss_func": mean_func}},
     "local counts": {"kind": "Trainer", "settings": {"average_tokens_across_devices": False}},

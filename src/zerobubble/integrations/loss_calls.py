@@ -118,7 +118,7 @@ class LossCalls:
         """Calls `compute_loss` for a microbatch, with the `output` of the model."""
         trainer, device = self._trainer, self._trainer.args.device
         rows: list[dict[str, Any]] = []
-        before = numbers_of(trainer)
+        before = dict(vars(trainer))
         with ExitStack() as stack:
             if trainer.accelerator.mixed_precision != "no":  # Trainer runs only the model in lower precision
                 output = convert_to_fp32(output)
@@ -208,14 +208,21 @@ class LossCalls:
 
         return refuse
 
-    def _undone_changes(self, before: dict[str, float]) -> dict[str, float]:
+    def _undone_changes(self, before: dict[str, Any]) -> dict[str, float]:
         """Returns the changes of numbers among the trainer's attributes by name, after undoing them."""
         trainer = self._trainer
-        before |= {name: getattr(type(trainer), name, 0) for name in numbers_of(trainer).keys() - before.keys()}
-        now = numbers_of(trainer)
-        changed = [name for name, value in now.items() if value != before[name] and name not in self.covered]
-        vars(trainer).update({name: before[name] for name in changed})
-        return {ATTRIBUTE + name: now[name] - before[name] for name in changed}
+        now, numbers = numbers_of(trainer), {name: value for name, value in before.items() if type(value) in (int, float)}
+        changed = [name for name, value in now.items() if value != numbers.get(name) and name not in self.covered]
+        for name in changed:
+            del vars(trainer)[name]
+        vars(trainer).update({name: before[name] for name in changed if name in before})
+        return {ATTRIBUTE + name: now[name] - number_in(trainer, name) for name in changed}
+
+
+def number_in(owner: Any, name: str) -> float:
+    """Returns the number in an attribute of an object; 0 if it has none yet."""
+    value = getattr(owner, name, 0)
+    return value if isinstance(value, (int, float)) else 0
 
 
 def _logged(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import cut, num_samples, samples_of
-from zerobubble.integrations.loss_calls import ATTRIBUTE, LOGGED, Called, LossCalls, Microbatches
+from zerobubble.integrations.loss_calls import ATTRIBUTE, LOGGED, Called, LossCalls, Microbatches, number_in
 from zerobubble.integrations.loss_probe import LOSS, Probe, Prober
 from zerobubble.integrations.loss_rules import (
     IGNORED,
@@ -263,10 +263,10 @@ class TrainerLoss:
             shares = rule.shares(batch.parts)
             merged[name] = sum(share * of_one.get(name, 0.0) for share, of_one in zip(shares, numbers, strict=True) if share)
         attributes = {}
-        for name in (name for name in merged if name.startswith(ATTRIBUTE)):
+        for name in (name for name in merged if name.startswith(ATTRIBUTE) and any(name in of_one for of_one in numbers)):
             is_whole = all(isinstance(of_one.get(name, 0), int) for of_one in numbers)
             attribute = name.removeprefix(ATTRIBUTE)
-            attributes[attribute] = getattr(self._trainer, attribute) + (round(merged[name]) if is_whole else merged[name])
+            attributes[attribute] = number_in(self._trainer, attribute) + (round(merged[name]) if is_whole else merged[name])
         rows = [
             {key: merged.get(f"{LOGGED}{place} {key}", value) for key, value in row.items()}
             for place, row in enumerate(batch.called[0].rows)
