@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -45,12 +46,11 @@ class Bomb(nn.Module):
     def __init__(self, act: Any, when: int) -> None:
         super().__init__()
         self.act = act
+        self.calls = itertools.count()  # no attribute that a forward sets: copies of a stage may not have one
         self.when = when
-        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == self.when + 1:
+        if next(self.calls) == self.when:
             self.act()
         return x
 

@@ -152,7 +152,7 @@ def test_a_bidirectional_schedule_refuses_inputs_that_require_gradients(world: R
 
 def mismatched(group: Any, name: str) -> str:
     inputs, targets = batch(M)
-    with zb.Pipeline(build, name, M, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+    with zb.Pipeline(build, name, M, loss_fn, group=group) as pipe, pytest.raises(zb.ZeroBubbleError) as caught:
         pipe.step(inputs, targets[:M])
     return str(caught.value)
 

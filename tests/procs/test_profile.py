@@ -148,9 +148,9 @@ def profile_restless(group: Any, name: str, stepped: bool) -> tuple[bool, bool, 
         x = torch.rand(8, 6)
         if stepped:
             pipe.step(x, x)
-        before, tensors, rows = state_of(pipe), identities(pipe), pipe.timeline().rows
+        before, tensors, rows = state_of(pipe), identities(pipe), pipe.timeline().rows if stepped else None
         pipe.profile(torch.rand(8, 6, generator=torch.Generator().manual_seed(1)), x, steps=1)
-        return same(state_of(pipe), before), identities(pipe) == tensors, pipe.timeline().rows == rows
+        return same(state_of(pipe), before), identities(pipe) == tensors, not stepped or pipe.timeline().rows == rows
 
 
 @pytest.mark.parametrize(("name", "stepped"), every_of(3, ["1f1b", "chimera"], [False, True]))

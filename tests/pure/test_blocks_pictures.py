@@ -88,7 +88,7 @@ def test_a_picture_too_narrow_is_refused() -> None:
 
 
 def test_the_command_shows_memory_and_steps(tmp_path: Path) -> None:
-    files = {option: tmp_path / f"steps.{option}" for option in ("svg", "html", "output")}
+    files = {option: tmp_path / f"steps.{suffix}" for option, suffix in (("svg", "svg"), ("html", "html"), ("output", "txt"))}
     options = [word for option, file in files.items() for word in (f"--{option}", str(file))]
     result = run("v-half", "--ranks", "4", "--microbatches", "8", *options)
     assert result.exit_code == 0, result.output

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerobubble.arguments import Wanted, number, optional, require, takes
+from zerobubble.arguments import Wanted, optional, require, takes
 from zerobubble.costs import Costs
 from zerobubble.display import clipped
 from zerobubble.error_reports.uncaught import explain_none, report_exit
@@ -58,7 +58,6 @@ from zerobubble.timeline import Timeline
 from zerobubble.units import counted, named
 
 R = TypeVar("R")
-_NORM = number("a number", lambda value: hasattr(value, "__float__"))
 _RECEIVERS = Wanted("'last' or 'all'", lambda value: value in ("last", "all"))
 
 
@@ -458,8 +457,6 @@ class Pipeline(RefusesModuleCalls):
         All ranks must call it. A parameter counts once, even if several stages share it. Raises `PipelineError` on every rank if any rank
         fails.
         """
-        require("max_norm", max_norm, _NORM)
-        require("norm_type", norm_type, _NORM)
         total = self._norm_to_clip_by(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         with self._session.guard.during("while clipping gradients"):
             clip.scale(self._steps.parameters(), max_norm, total, self._steps.gradients)

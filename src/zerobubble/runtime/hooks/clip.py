@@ -194,7 +194,7 @@ def _listed(names: list[str], most: int = 3) -> str:
 
 def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gradients: Gradients) -> None:
     """Scales gradients as `torch.nn.utils.clip_grads_with_norm_` does, in `.grad` or `main_grad`, and the local part of sharded ones."""
-    held = list(parameters)
+    held, max_norm = list(parameters), float(max_norm)  # which may be text, as for torch
     found = [(parameter, gradient) for parameter in held if (gradient := gradients.get(parameter)) is not None]
     sharded = {parameter for parameter, gradient in found if local_part(gradient) is not gradient}
     if gradients.dtype is None:

@@ -67,5 +67,5 @@ class LossWrites:
     def _left_out(self) -> list[object]:
         """Returns the modules of the model, tensors that `loss_fn` cannot use, and global generators."""
         own, modules = self._cut_model.of_stages(), [module for model in self._cut_model.models for module in model.modules()]
-        tensors = [tensor for name, tensor in self._cut_model.tensors() if isinstance(tensor, nn.Parameter) or name not in own]
+        tensors = [tensor for name, tensor in self._cut_model.tensors() if name not in own or isinstance(tensor, nn.Parameter)]
         return [*modules, *tensors, *global_generators()]

@@ -85,7 +85,7 @@ def _disagreements(ranks: Mapping[int, Terms]) -> list[str]:
                 shown = compared
             notes = {rank: value.partition(_NOTE)[2] for rank, value in found.items()}
             noted = [f"{value}{notes[rank] and f' ({notes[rank]})'}" for rank, value in shown.items()]
-            faults.append(f"ranks disagree on the {what}: {each_has(found, noted)}; pass the same on every rank")
+            faults.append(f"ranks disagree on the {what}: {each_has(found, noted)}")
     return faults
 
 
