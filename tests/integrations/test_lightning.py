@@ -11,7 +11,7 @@ import signal
 import time
 from collections import deque, namedtuple
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +40,7 @@ from zerobubble.integrations.batches import cut
 from zerobubble.integrations.lightning import PipelineStrategy
 from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_loader, refuse_optimizers
 from zerobubble.integrations.lightning.runner import _Loss
+from zerobubble.integrations.whole_model import replaced
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own dependencies
 PROGRAM = Path(__file__).with_name("train_with_lightning.py")
@@ -482,6 +483,82 @@ def test_state_that_a_training_step_changes_is_an_error(update: Any, stated: str
     one_rank.callbacks.append(Kept())
     with raises(InputError, "training_step", stated, "on_train_batch_end"):
         one_rank.fit(Keeper(kept(update)), data())
+
+
+def doubled(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def hooked(self: Any, x: Tensor) -> Tensor:
+    handle = self.model[0].register_forward_hook(doubled)
+    output = self.model(x)
+    handle.remove()
+    return output.square().mean()
+
+
+def within(enter: Callable[[ExitStack, Any], object]) -> Callable[[Any, Tensor], Tensor]:
+    """A training step that calls the network inside of a context."""
+
+    def step(self: Any, x: Tensor) -> Tensor:
+        with ExitStack() as stack:
+            enter(stack, self.model)
+            output = self.model(x)
+        return output.float().square().mean()
+
+    return step
+
+
+with_hook = within(lambda stack, model: stack.callback(model[0].register_forward_hook(doubled).remove))
+
+
+@pytest.mark.refuses("what training_step sets for its call of the network only")
+@pytest.mark.parametrize(
+    ("step", "stated"),
+    [
+        (within(lambda stack, model: stack.enter_context(replaced(model, scale=2.0))), "'scale'"),
+        (within(lambda stack, model: stack.enter_context(torch.autocast("cpu", torch.bfloat16))), 'precision="bf16-mixed"'),
+        (within(lambda stack, model: stack.enter_context(torch.no_grad())), "gradient"),
+        (within(lambda stack, model: stack.callback(model.eval().train)), "'0.0'"),
+        (within(lambda stack, model: stack.callback(model[5].requires_grad_(False).requires_grad_)), "'5.weight'"),
+        (with_hook, "'0'"),
+        (hooked, "'0'"),
+    ],
+    ids=["attribute", "autocast", "gradients", "mode", "frozen", "hook in with", "hook"],
+)
+def test_what_is_set_for_the_call_of_the_network_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
+    with raises(InputError, "training_step", stated, "on_train_batch_start"):
+        one_rank.fit(Faulty(step), data())
+
+
+class StepsInContext(Faulty):
+    """Trains by hand."""
+
+    def __init__(self, step: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(step)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.step(self, batch[0]))
+        optimizer.step()
+
+
+def test_by_hand_the_network_runs_in_the_context_of_its_call(one_rank: lightning.Trainer) -> None:
+    module = StepsInContext(with_hook)
+    alone = copy.deepcopy(module.model)
+    one_rank.fit(module, data())
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with_hook(SimpleNamespace(model=alone), data().dataset[:][0]).backward()
+        optimizer.step()
+    torch.testing.assert_close(module.model.state_dict(), alone.state_dict())
+
+
+def test_by_hand_a_hook_that_is_removed_after_the_call_is_an_error(one_rank: lightning.Trainer) -> None:
+    with raises(InputError, "training_step", "'0'", "on_train_batch_start"):
+        one_rank.fit(StepsInContext(hooked), data())
 
 
 def test_the_callbacks_of_a_trainer_are_those_of_the_user(one_rank: lightning.Trainer) -> None:

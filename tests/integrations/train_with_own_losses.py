@@ -542,6 +542,15 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
             loss = -functional.logsigmoid(chosen - rejected - margins).mean()
             return (loss, {"chosen": chosen, "rejected": rejected}) if return_outputs else loss
 
+    class Cast(base):
+        """Calls the model under autocast, which the arguments of Trainer do not ask for."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(**inputs)
+            loss = token_losses(outputs.logits.double(), inputs["labels"]).mean()
+            return (loss, outputs) if return_outputs else loss
+
     class ViewsOfEach(Views):
         """Both views of a sample, then those of the next one."""
 
@@ -682,6 +691,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "pairs": {"kind": "Pairs", "data": full_tokens},
     "balance of experts": {"kind": "Trainer", "model": balanced_model, "data": full_tokens},
     "two calls": {"kind": "Twice"},
+    "autocast around the call": {"kind": "Cast"},
     "all_reduce": {"kind": "Reduced"},
     "collected": {"kind": "Collected"},
     "drawn": {"kind": "Drawn", "data": full_tokens},

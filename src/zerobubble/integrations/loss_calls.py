@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.lone_calls import collectives_refused, numbers_of
-from zerobubble.integrations.whole_model import CalledError, equal_arguments, raise_called, replaced
+from zerobubble.integrations.whole_model import CalledError, calls_raised, equal_arguments, refuse_set_for_call, replaced
 from zerobubble.runtime.frameworks import RandomStates, mixed, seed_all, states_restored
 
 PENALTIES = (
@@ -26,6 +26,11 @@ PENALTIES = (
     "super().training_step(...); for trained weights of losses, let forward of the model return them"
 )
 """What to do in place of a `compute_loss` that reads parameters of other ranks."""
+SET_BEFORE = (
+    "set it in training_step, around super().training_step(...), or compute in forward of the model what follows from it; for autocast, "
+    "give TrainingArguments(bf16=True)"
+)
+"""What to do in place of a `compute_loss` that sets anything for its call of the model."""
 LOGGED, ATTRIBUTE = "logged ", "self."
 
 
@@ -98,16 +103,20 @@ class LossCalls:
         """The name of the function, for errors."""
         return f"{type(self._trainer).__name__}.compute_loss"
 
-    def capture(self, batch: Microbatches, index: int, *, keeps: bool) -> None:
-        """Adds the arguments with which `compute_loss` calls the model for a microbatch, and `keeps` the random states before."""
+    def capture(self, batch: Microbatches, index: int, *, keeps: bool, compares: bool = False) -> None:
+        """Adds the arguments with which `compute_loss` calls the model for a microbatch, and `keeps` the random states before.
+
+        With `compares`, raises `InputError` if `compute_loss` sets for its call what the pipeline would run without.
+        """
         trainer = self._trainer
         if keeps:
             batch.states.append(RandomStates.now(trainer.args.device))
         numbers = numbers_of(trainer)
         try:
-            with self._alone(batch, []), replaced(trainer.model, forward=raise_called(trainer.model)):
+            with self._alone(batch, []), calls_raised([trainer.model], compares=compares):
                 self._returned(batch, index)
         except CalledError as error:
+            refuse_set_for_call((*error.undone, *error.left), self.name, SET_BEFORE)
             batch.arguments.append(self._named(error.call_args, error.call_kwargs))
             return
         finally:

@@ -168,7 +168,7 @@ class TrainerLoss:
     def arguments_of(self, inputs: Any) -> dict[str, Any]:
         """Returns the arguments with which `compute_loss` calls the model for a batch, before there is a pipeline."""
         batch = Batch([inputs], True, None)
-        self._calls.capture(batch, 0, keeps=False)
+        self._calls.capture(batch, 0, keeps=False, compares=True)
         return batch.arguments[0]
 
     def weight(self, index: Tensor) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,13 +12,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 
 import zerobubble as zb
+from zerobubble.errors import InputError
+from zerobubble.runtime.frameworks import GENERATORS, PythonState, changed
 
 
 class CalledError(BaseException):
     """Raised in place of a module's forward, to capture the arguments of the call.
 
-    It is a BaseException, so that no `except Exception` in user code catches it. `has_gradients` says whether the call records them.
+    It is a BaseException, so that no `except Exception` in user code catches it.
+
+    Attributes:
+        has_gradients: Whether the call records gradients.
+        undone: Names of what is set for the call only, such as inside a `with`, which the error ends.
+        left: Names of hooks that were registered for the call, and that the error leaves behind.
     """
+
+    undone: Sequence[str] = ()
+    left: Sequence[str] = ()
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("the module was called")
@@ -60,13 +70,86 @@ def equal_arguments(one: Any, other: Any) -> bool:
     return all(a is b or torch.equal(a, b) for a, b in tensors)
 
 
-def raise_called(module: nn.Module) -> Callable[..., Any]:
-    """Returns a forward for `module` that raises `CalledError`."""
+@contextmanager
+def calls_raised(modules: Sequence[nn.Module], *, compares: bool = False, left_out: Sequence[Any] = ()) -> Iterator[None]:
+    """A context in which a call of any of the modules raises `CalledError`.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        raise CalledError(module, args, kwargs)
+    With `compares`, the error names what is set for the call only. Objects `left_out` are not searched. This takes some 10 ms.
+    """
+    hooks = {module: _hooks_of(module) for module in modules} if compares else {}
+    undone: Callable[[], list[str]] = list
 
-    return forward
+    def raising(module: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal undone
+            if compares:
+                undone = _changes_from_now(module, left_out)
+            raise CalledError(module, args, kwargs)
+
+        return forward
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(replaced(module, forward=raising(module)))
+        try:
+            yield
+        except CalledError as error:
+            if compares:
+                error.undone, error.left = undone(), _differing(hooks[error.module], _hooks_of(error.module))
+            raise
+
+
+def refuse_set_for_call(names: Iterable[str], function: str, remedy: str) -> None:
+    """Raises `InputError` if a function of the user sets anything for its call of the network."""
+    if found := [*dict.fromkeys(names)]:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise InputError(
+            "{function} sets {names} for its call of the network, and a pipeline runs the network outside of {function}",
+            function=function,
+            names=", ".join(found[:3]) + more,
+            remedy=remedy,
+        )
+
+
+def _changes_from_now(module: nn.Module, left_out: Sequence[Any]) -> Callable[[], list[str]]:
+    """Returns a function that names what forward of a module reads, and what has changed since."""
+    settings, attributes = _settings_of(module), PythonState(module, left_out=left_out).snapshot()
+
+    def names() -> list[str]:
+        places = changed(attributes)
+        return _differing(settings, _settings_of(module)) + [repr(name) for name, place in places.items() if place.path not in GENERATORS]
+
+    return names
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """Returns modes of torch, and by name the mode and hooks of each module and the version of each tensor."""
+    modes: dict[str, Any] = {
+        "the gradient mode": torch.is_grad_enabled(),
+        "the inference mode": torch.is_inference_mode_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+    }
+    for kind in ("cpu", "cuda"):
+        modes[f"torch.autocast({kind!r})"] = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    tensors = {
+        repr(name): (id(tensor), tensor.requires_grad, 0 if tensor.is_inference() else tensor._version)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    training = {f"the training mode of {name or 'the network'!r}": child.training for name, child in module.named_modules()}
+    return modes | tensors | training | _hooks_of(module)
+
+
+def _hooks_of(module: nn.Module) -> dict[str, Any]:
+    hooks = {
+        f"hooks of {name or 'the network'!r}": (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
+        for name, child in module.named_modules()
+    }
+    of_all = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+    return hooks | {"hooks of all modules": tuple(hook for table in of_all for hook in table.values())}
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in before | now if before.get(name) != now.get(name)]
 
 
 def from_last_stage(pipe: zb.Pipeline, found: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:

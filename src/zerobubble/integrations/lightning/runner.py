@@ -52,11 +52,12 @@ from zerobubble.integrations.lightning.world import end_world
 from zerobubble.integrations.lone_calls import unchanged
 from zerobubble.integrations.whole_model import (
     CalledError,
+    calls_raised,
     copy_from,
     equal_arguments,
     from_last_stage,
     own_forward,
-    raise_called,
+    refuse_set_for_call,
     replaced,
 )
 from zerobubble.integrations.whole_outputs import WholeOutputs
@@ -65,6 +66,11 @@ from zerobubble.units import named
 
 Arguments = tuple[Any, ...] | dict[str, Any]
 SAME_RUNS = "draw random numbers from the default generators of torch, Python or NumPy, and change no state before the call"
+SET_BEFORE = (
+    "set it before the step, on all ranks, in on_train_batch_start, or compute in forward of the network what follows from it; for "
+    'autocast, give Trainer(precision="bf16-mixed")'
+)
+"""What to do in place of a `training_step` that sets anything for its call of the network."""
 PENALTIES = (
     "to log its value, read it in on_train_batch_end inside `with zb.gathered(self):`, which all ranks enter; for a penalty, let "
     "on_after_backward add its gradients to p.grad for p in self.trainer.strategy.pipeline.parameters()"
@@ -249,7 +255,7 @@ class StepRunner:
         before = RandomStates.now(self._device)
         draws: list[Draw] = []
         with unchanged(self._module, ()), metrics_copied(self._module), isolated(self._module, [], runs_again=True), Drawing(draws):
-            arguments = self._captured("training_step", batch, *rest)
+            arguments = self._captured("training_step", batch, *rest, compares=self._whole.steps.is_next_anyway)
         after = RandomStates.now(self._device)
         if self._all_skip(arguments is None):
             before.set()
@@ -283,7 +289,7 @@ class StepRunner:
         """
         self._gradients = None
         try:
-            with _all_replaced(self._candidates()), WatchedState(self._module).kept_in_objects():
+            with calls_raised(self._candidates()), WatchedState(self._module).kept_in_objects():
                 returned = self._module.training_step(batch, *rest)
         except CalledError as error:
             raise InputError(
@@ -528,14 +534,20 @@ class StepRunner:
             raise Fault("a microbatch", kind="skipped").error(self._training_step)
         return arguments
 
-    def _captured(self, name: str, *args: Any) -> Arguments | None:
-        """Returns the arguments with which the method `name` calls the network; None without a call. The first call finds the network."""
+    def _captured(self, name: str, *args: Any, compares: bool = False) -> Arguments | None:
+        """Returns the arguments with which the method `name` calls the network; None without a call. The first call finds the network.
+
+        With `compares`, raises `InputError` if the method sets for its call what the pipeline would run without.
+        """
+        module = self._module
         try:
-            with _all_replaced(self._candidates()):
+            with calls_raised(self._candidates(), compares=compares, left_out=(module.trainer, vars(module)["_trainer"])):
                 getattr(self._module, name)(*map(with_new_containers, args))
         except CalledError as error:
             if self._is_first:
                 self._refuse_untrained(name, error)
+            undone = error.undone if module.automatic_optimization else ()  # by hand, the pipeline runs inside of the call
+            refuse_set_for_call((*undone, *error.left), self._training_step, SET_BEFORE)
             if self._network is None:
                 self._network = error.module
             return self._form(error.call_args, error.call_kwargs)
@@ -749,16 +761,6 @@ class _Loss(nn.Module):
 
     def forward(self, output: Any, target: Tensor) -> Tensor:
         return self._call(output, target)
-
-
-@contextmanager
-def _all_replaced(modules: list[nn.Module]) -> Iterator[None]:
-    """A context in which a call of any of the modules raises `CalledError`."""
-    if not modules:
-        yield
-        return
-    with replaced(modules[0], forward=raise_called(modules[0])), _all_replaced(modules[1:]):
-        yield
 
 
 def _is_trainable(module: nn.Module) -> bool:
