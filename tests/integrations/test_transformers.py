@@ -45,7 +45,7 @@ from tests.thinned import long_if
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.integrations.trainer_checkpoint import load_optimizer_of_one_device
-from zerobubble.integrations.trainer_data import args_with
+from zerobubble.integrations.trainer_data import with_properties
 from zerobubble.integrations.trainer_run import read_run
 from zerobubble.integrations.transformers import FOLDER, PipelineTrainer
 
@@ -157,7 +157,7 @@ def test_ranks_draw_as_the_first_of_their_pipeline_in_the_run_that_saved(rank: i
     mode = ParallelMode.DISTRIBUTED if ranks > 1 else ParallelMode.NOT_DISTRIBUTED
 
     class OnRank(PipelineTrainer):
-        args = args_with(TrainingArguments(str(tmp_path), use_cpu=True), process_index=rank, world_size=ranks, parallel_mode=mode)
+        args = with_properties(TrainingArguments(str(tmp_path), use_cpu=True), process_index=rank, world_size=ranks, parallel_mode=mode)
         _ranks_of_pipeline = frozenset(range(first, ranks))
 
         def __init__(self) -> None: ...
