@@ -383,7 +383,7 @@ def _on_slices(best: Plan, options: PlanOptions) -> tuple[str, ...]:
     if has_other_axes or not is_short or options.slices or problem.slices > 1 or options.what_if is not None:
         return ()
     few = counted(problem.num_microbatches, "microbatch")
-    return (f"No order of {few} keeps {counted(problem.placement.num_ranks, 'rank')} busy. If they are long sequences, try --slices auto.",)
+    return (f"{few} cannot keep {counted(problem.placement.num_ranks, 'rank')} busy. If they are long sequences, try --slices auto.",)
 
 
 def _recomputation(options: PlanOptions, question: PlanQuestion) -> dict[str, Any]:

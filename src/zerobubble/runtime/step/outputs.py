@@ -74,7 +74,7 @@ def on_all_ranks(peers: Peers, value: Any, source: int) -> Any:
         raise InputError('{fault}: to="all" copies tensors, numbers and text to all ranks', fault=fault, remedy='leave to="all" out')
     if peers.rank != source:
         tensors = [torch.empty(shape, dtype=dtype, device=peers.device) for shape, dtype in form]
-    copies = [tensor.detach().contiguous() for tensor in tensors]
+    copies = [tensor.detach().to(peers.device).contiguous() for tensor in tensors]
     for tensor in copies:
         peers.replicate(tensor, source, doing)
     return value if peers.rank == source else unflatten_pytree(structure, iter(copies))
