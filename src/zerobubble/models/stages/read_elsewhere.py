@@ -10,6 +10,7 @@ from types import FunctionType
 from torch import Tensor, nn
 
 from zerobubble.models.cutting.cut import ModelCut
+from zerobubble.models.observation.equivalent_units import Place
 from zerobubble.models.observation.first_reads import is_observable
 from zerobubble.models.observation.following import Follower
 from zerobubble.models.observation.observed_model import FirstRead, ObservedModel
@@ -48,9 +49,7 @@ class ReadElsewhere:
     def _names_read(self, *, includes_own: bool) -> dict[nn.Module, set[str]]:
         found: dict[nn.Module, set[str]] = defaultdict(set)
         modules, units = dict(self._model.named_modules(remove_duplicate=False)), self._observed.shape_only_by_name
-        elsewhere = [place for reader, place in self._observed.first_reads if includes_own or self._home_of.get(reader) != self._stage]
-        around = [place for shape_only in units.values() for place in shape_only.read_around()]
-        for name, attribute in (*elsewhere, *around):
+        for name, attribute in self._places_read(includes_own=includes_own):
             if name in modules:  # not removed since
                 found[modules[name]].add(attribute)
         own = {part for unit, home in self._home_of.items() if home == self._stage for part in units[unit].original.modules()}
@@ -62,6 +61,12 @@ class ReadElsewhere:
             if id(vars(module)) in reached:  # a unit has it elsewhere than in a child, as in a list
                 found[module].update(vars(module))
         return found
+
+    def _places_read(self, *, includes_own: bool) -> Iterator[Place]:
+        """Yields the attributes that units and the code around them read, by the names of their modules."""
+        yield from (place for reader, place in self._observed.first_reads if includes_own or self._home_of.get(reader) != self._stage)
+        for shape_only in self._observed.shape_only_by_name.values():
+            yield from shape_only.read_around()
 
 
 def _state_of(model: nn.Module, names: dict[nn.Module, set[str]]) -> ReadState:
