@@ -80,8 +80,8 @@ class Edges(zb.hooks.StepHook):
         self.edges: list[tuple[int, int]] = []
 
     def on_step_end(self, step: zb.hooks.TrainingStep) -> None:
-        spans = step.spans()
-        self.edges.append((spans[0][1], spans[-1][2]))
+        times = step.times()
+        self.edges.append((times[0][0], times[-1][1]))
 
 
 def pipeline(name: str, pace: zb.Costs, edges: Edges) -> zb.Pipeline:

@@ -310,3 +310,33 @@ def test_a_name_of_a_namespace_is_found_from_the_package(namespace: str) -> None
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with raises(AttributeError, "zerobubble", "nothing"):
         zerobubble.nothing  # noqa: B018
+
+
+# Benchmarks run rarely, so an import of theirs breaks unnoticed.
+
+
+@cache
+def bound_names(module: str) -> set[str]:
+    """The names that a module may bind, with its submodules, and its strings, among them the names that it loads on first use."""
+    place = ROOT.parent.joinpath(*module.split("."))
+    named = {file.stem for file in place.glob("*")}
+    for node in ast.walk(trees()[place / "__init__.py" if place.is_dir() else place.with_suffix(".py")]):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            named.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            named.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            named |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named.add(node.value)
+    return named
+
+
+def test_benchmarks_import_names_that_exist() -> None:
+    missing = []
+    for file in (ROOT.parents[1] / "benchmarks").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zerobubble"):
+                unknown = {alias.name for alias in node.names} - bound_names(node.module or "")
+                missing += [f"{file.name}: {node.module}.{name}" for name in unknown]
+    assert not missing
