@@ -192,11 +192,14 @@ def plays(group: Any, schedule: str, way: str, count: int) -> dict[str, str]:
     with zb.Pipeline(zb.split(model, example=X[:2]), schedule, count, WAYS[way](model), group=group) as pipe:
         NOW[0] = nothing
         before = pipe.step(X, X)
+        NOW[0] = REFUSED["buffer of a part"][0]
+        with raises(zb.InputError, "layers.0.core.bias"):
+            pipe.eval_step(X, X)  # before an optimizer steps, when this rank has the tensors of others
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
         for name, (sets, refused) in REFUSED.items():
             optimizer.step()
             optimizer.zero_grad()
-            for call in (pipe.step,) if name == "buffer of a part" else (pipe.step, pipe.eval_step):  # it is another rank's tensor
+            for call in (pipe.step, pipe.eval_step):
                 NOW[0] = sets
                 try:
                     wrong[name] = f"{call.__name__} gives {call(X, X)}"

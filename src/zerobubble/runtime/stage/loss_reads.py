@@ -57,7 +57,7 @@ class LossReads:
         if module := self.hooks.stored():
             raise self.note(hook_fault(module))
         with ExitStack() as stack:
-            if self._cut_model is not None and torch.is_grad_enabled():
+            if self._cut_model is not None and (torch.is_grad_enabled() or self._cut_model.is_released):
                 stack.enter_context(self._cut_model.refusing_reads(self._refuse_tensor))
             if isinstance(self._last, SetsElsewhere):
                 stack.enter_context(self._replaced(self._last.set_elsewhere()))
@@ -106,13 +106,14 @@ class LossReads:
 
     def _refuse_tensor(self, name: str) -> InputError:
         assert self._cut_model is not None
-        penalty = _PENALTY.format(pipe=self._cut_model.pipe)
+        trains, penalty = torch.is_grad_enabled(), _PENALTY.format(pipe=self._cut_model.pipe)
         return self.note(
             InputError(
-                "{function} reads {name!r}, which is of another rank's stage, and the gradient of this term would be lost",
+                "{function} reads {name!r}, which is of another rank's stage, and {why}",
                 function=self._cut_model.loss_name,
                 name=name,
-                remedy=self._cut_model.instead or f"{penalty}, {_ADD}, or {_RETURN}",
+                why="the gradient of this term would be lost" if trains else "this rank does not have its trained values",
+                remedy=self._cut_model.instead or f"{f'{penalty}, ' if trains else ''}{_ADD}, or {_RETURN}",
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import is_grad_enabled, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.stage_with_loss import stage_alone
@@ -13,6 +13,7 @@ from zerobubble.runtime.stage.cut_model import CutModel
 from zerobubble.runtime.stage.set_attributes import ReadState, SetsElsewhere
 from zerobubble.runtime.values.python_places import Attributes, Place, Slots
 from zerobubble.runtime.values.python_state import PythonState, changed, global_generators, put_back
+from zerobubble.runtime.values.stored import is_a
 
 
 class LossWrites:
@@ -28,6 +29,7 @@ class LossWrites:
         self._on_several_ranks = on_several_ranks
         self._read: ReadState | None = None
         self._state: PythonState | None = None
+        self._leaves_out_others = True
 
     @contextmanager
     def refused(self, note: Callable[[InputError], InputError]) -> Iterator[None]:
@@ -53,9 +55,10 @@ class LossWrites:
         """Returns the state that forwards have read so far, None without any."""
         if self._last is None:
             return None
-        read = self._last.read_elsewhere(includes_own=self._on_several_ranks)
-        if read is not self._read:
-            self._read, self._state = read, PythonState(*read.places, left_out=self._left_out()) if read.places else None
+        read, leaves_out = self._last.read_elsewhere(includes_own=self._on_several_ranks), is_grad_enabled() or self._cut_model.is_released
+        if read is not self._read or leaves_out != self._leaves_out_others:
+            self._read, self._leaves_out_others = read, leaves_out
+            self._state = PythonState(*read.places, left_out=self._left_out()) if read.places else None
         return self._state
 
     def _is_read(self, name: str, place: Place) -> bool:
@@ -65,7 +68,11 @@ class LossWrites:
         return not isinstance(place, (Attributes, Slots)) or name.rpartition(".")[2] in self._read.names | self._state.names
 
     def _left_out(self) -> list[object]:
-        """Returns the modules of the model, tensors that `loss_fn` cannot use, and global generators."""
+        """Returns the modules of the model, tensors that `loss_fn` cannot use, and global generators.
+
+        In an evaluation, it can use other ranks' tensors until they are released.
+        """
         own, modules = self._cut_model.of_stages(), [module for model in self._cut_model.models for module in model.modules()]
-        tensors = [tensor for name, tensor in self._cut_model.tensors() if name not in own or isinstance(tensor, nn.Parameter)]
+        named = self._cut_model.tensors()
+        tensors = [tensor for name, tensor in named if (self._leaves_out_others and name not in own) or is_a(tensor, nn.Parameter)]
         return [*modules, *tensors, *global_generators()]
