@@ -24,6 +24,8 @@ from difflib import SequenceMatcher, get_close_matches
 from string import Formatter
 from typing import Any
 
+from zerobubble.listing import listing
+
 __all__ = [
     "Fault",
     "InputError",
@@ -35,6 +37,8 @@ __all__ = [
     "ScheduleError",
     "ZeroBubbleError",
 ]
+
+__dir__ = listing(__all__)
 
 
 MOST_WHOLE = 2**63 - 1

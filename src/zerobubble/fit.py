@@ -12,10 +12,13 @@ from zerobubble.arguments import NUMBER, each, takes
 from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.kinds import HELD, SENT_BETWEEN_STAGES, Kind, ValueKind, head_kinds, kinds_making, makes_if_recomputed, traits_of
+from zerobubble.listing import listing
 from zerobubble.rules import makers, recomputed, uses
 from zerobubble.timeline import Span, Timeline, steps_of
 
 __all__ = ["fit_comm", "fit_costs", "late_messages"]
+
+__dir__ = listing(__all__)
 
 T = TypeVar("T")
 

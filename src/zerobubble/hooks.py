@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerobubble.listing import listing
 from zerobubble.replanning.auto import Auto
 from zerobubble.run_folder import StepReport
 from zerobubble.runtime.hooks.bubble_work import Bubble, BubbleWork
@@ -24,3 +25,5 @@ __all__ = [
     "log_steps",
     "write_scalars",
 ]
+
+__dir__ = listing(__all__)

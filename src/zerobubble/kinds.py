@@ -40,6 +40,7 @@ from typing import ClassVar, TypeVar
 
 from zerobubble.arguments import takes, wrong
 from zerobubble.errors import InputError
+from zerobubble.listing import listing
 
 __all__ = [
     "KINDS",
@@ -53,6 +54,8 @@ __all__ = [
     "change_kind",
     "traits_of",
 ]
+
+__dir__ = listing(__all__)
 
 T = TypeVar("T")
 

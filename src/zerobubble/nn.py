@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zerobubble.arguments import takes
 from zerobubble.errors import InputError
+from zerobubble.listing import listing
 from zerobubble.runtime.split.layers.eligibility import is_watched
 from zerobubble.runtime.split.layers.weight_work import WeightWork, pass_in_progress
 from zerobubble.runtime.split.report import SplitReport
@@ -39,6 +40,8 @@ __all__ = [
     "pop",
     "stash",
 ]
+
+__dir__ = listing(__all__)
 
 
 @takes()

@@ -11,11 +11,14 @@ from zerobubble.arguments import takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
+from zerobubble.listing import listing
 from zerobubble.schedules import known_schedules, make
 from zerobubble.units import show_percent
 from zerobubble.verify import lacks_most_passes
 
 __all__ = ["Recognition", "recognize"]
+
+__dir__ = listing(__all__)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

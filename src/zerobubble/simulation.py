@@ -23,12 +23,15 @@ from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import KINDS, ByKind, Kind, ValueKind, kinds_making
+from zerobubble.listing import listing
 from zerobubble.reductions import RankSums, planned_sums, play_sums
 from zerobubble.rules import recomputed
 from zerobubble.timeline import Awaited, Span, Timeline, Why
 from zerobubble.verify import checked
 
 __all__ = ["Metrics", "memory_faults", "memory_steps", "metrics", "peak_memory", "period", "simulate"]
+
+__dir__ = listing(__all__)
 
 
 @takes(schedule=Schedule, costs=Costs)

@@ -24,6 +24,7 @@ The project's tests train with it (`tests/procs/endpoints.py`). An endpoint decl
 
 from __future__ import annotations
 
+from zerobubble.listing import listing
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.endpoint import (
     Capabilities,
@@ -55,3 +56,5 @@ __all__ = [
     "Traffic",
     "Work",
 ]
+
+__dir__ = listing(__all__)

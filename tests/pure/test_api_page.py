@@ -44,6 +44,12 @@ def test_every_link_of_the_index_leads_to_a_heading() -> None:
     assert {*links} <= headings
 
 
+def test_namespaces_list_public_names_only() -> None:
+    for space in namespaces():
+        if space.module is not zb:
+            assert dir(space.module) == sorted(space.module.__all__), space.title
+
+
 def test_every_name_is_linked_to_its_entry_on_the_built_page() -> None:
     linked = re.findall(r"^\| \{py:obj\}`(\w+) <([\w.]+)>` \|", with_links(PAGE.read_text(encoding="utf-8")), re.MULTILINE)
     assert linked == [(name, f"{space.module.__name__}.{name}") for space in namespaces() for name in space.names]

@@ -13,6 +13,7 @@ from zerobubble.blocks.known import KNOWN, known_block
 from zerobubble.blocks.layout import Layout, repeat, squeeze
 from zerobubble.blocks.memory import Lifespan, lifespans, memory_law, steady_peaks
 from zerobubble.blocks.reordering import Steps, four_steps, reorder
+from zerobubble.listing import listing
 
 __all__ = [
     "KNOWN",
@@ -38,3 +39,5 @@ __all__ = [
     "steady_peaks",
     "with_weights",
 ]
+
+__dir__ = listing(__all__)

@@ -28,5 +28,8 @@ from zerobubble.bounds.certificate import shortage
 from zerobubble.bounds.divided_head import bounds_with_divided_head
 from zerobubble.bounds.lower import lower_bounds
 from zerobubble.bounds.recompute import bounds_with_recompute, shortage_with_recompute
+from zerobubble.listing import listing
 
 __all__ = ["Bound", "Bounds", "bounds_with_divided_head", "bounds_with_recompute", "lower_bounds", "shortage", "shortage_with_recompute"]
+
+__dir__ = listing(__all__)

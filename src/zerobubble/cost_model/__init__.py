@@ -8,6 +8,7 @@ from zerobubble.cost_model.gpus import GPU, GPUS
 from zerobubble.cost_model.kernels import Efficiency
 from zerobubble.cost_model.models import MODELS, Experts, Latent, Model
 from zerobubble.cost_model.step import StepEstimate
+from zerobubble.listing import listing
 
 __all__ = [
     "GPU",
@@ -24,3 +25,5 @@ __all__ = [
     "divide",
     "transformer",
 ]
+
+__dir__ = listing(__all__)

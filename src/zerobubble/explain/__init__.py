@@ -5,6 +5,7 @@ from zerobubble.explain.difference import diff
 from zerobubble.explain.gaps import Gap, WaitsFor, gaps
 from zerobubble.explain.idle import Causes, Idle, Metric, attribute, critical_path
 from zerobubble.explain.windows import Window, windows
+from zerobubble.listing import listing
 
 __all__ = [
     "PARTS",
@@ -25,3 +26,5 @@ __all__ = [
     "gaps",
     "windows",
 ]
+
+__dir__ = listing(__all__)

@@ -17,6 +17,7 @@ from zerobubble.costs import Costs
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.gathers import Gather, RankGathers, plan_gathers
 from zerobubble.ir import Schedule
+from zerobubble.listing import listing
 from zerobubble.lowering.compiled import PREFETCH, Compiled, lowered
 from zerobubble.lowering.messages import depth_needed, messages_of
 from zerobubble.program import Program
@@ -25,6 +26,8 @@ from zerobubble.verify import checked
 from zerobubble.verify_program import program_faults
 
 __all__ = ["PREFETCH", "Compiled", "Gather", "RankGathers", "lower", "plan_gathers", "prefetch_depth", "program_faults"]
+
+__dir__ = listing(__all__)
 
 
 @takes(schedule=Schedule, prefetch=WHOLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerobubble.listing import listing
 from zerobubble.offload.choice import plan_offloads
 from zerobubble.offload.copies import fit_link, play_offloads
 from zerobubble.offload.offloads import HostLink, Offload, RankOffloads, offload_faults, require_offloads
@@ -16,3 +17,5 @@ __all__ = [
     "play_offloads",
     "require_offloads",
 ]
+
+__dir__ = listing(__all__)

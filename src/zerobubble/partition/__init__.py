@@ -6,6 +6,7 @@ costs = stage_costs(layers, found.cuts)
 
 from __future__ import annotations
 
+from zerobubble.listing import listing
 from zerobubble.partition.balancing import LayerCut, balance, balance_placement, cut_layers
 from zerobubble.partition.layers import (
     Layer,
@@ -32,3 +33,5 @@ __all__ = [
     "slices",
     "stage_costs",
 ]
+
+__dir__ = listing(__all__)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zerobubble.listing import listing
+
 if TYPE_CHECKING:
     from zerobubble.planning.answer import Choice, Plan, Status
     from zerobubble.planning.competition import solve
@@ -40,6 +42,8 @@ __all__ = [
     "solve",
 ]
 
+__dir__ = listing(__all__)
+
 _HOMES = {
     "Choice": "zerobubble.planning.answer",
     "FewGathers": "zerobubble.planning.shards.few_gathers",
@@ -58,10 +62,6 @@ _HOMES = {
     "solve": "zerobubble.planning.competition",
 }
 """Where the names are. They load on first access, since a search takes long to load and most uses of this package need none."""
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

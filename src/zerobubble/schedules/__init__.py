@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from zerobubble.arguments import WHOLE, instance, optional, takes
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
+from zerobubble.listing import listing
 from zerobubble.schedules.chimera import chimera, even_ranks
 from zerobubble.schedules.dualpipe import dualpipe, dualpipe_v, even_and_twice_the_ranks, twice_the_ranks
 from zerobubble.schedules.forward_only import forward_only
@@ -31,6 +32,8 @@ from zerobubble.schedules.zb_v import zb_v
 from zerobubble.units import counted
 
 __all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "registry", "with_recompute", "with_vocabulary"]
+
+__dir__ = listing(__all__)
 
 SCHEDULES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -67,11 +70,6 @@ registry = Registry(SCHEDULES)
 """All recipes by name: published, registered, and offered by installed packages."""
 
 Builder = TypeVar("Builder", bound=Callable[..., Schedule])
-
-
-def __dir__() -> list[str]:
-    """The public names. `make` builds the published schedules, and checks more than their functions."""
-    return sorted(__all__)
 
 
 @takes(name=str, num_ranks=WHOLE, num_microbatches=WHOLE, stages_per_rank=optional(WHOLE))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from zerobubble.listing import listing
 from zerobubble.testing.checked_device import CheckedDevice, checked_device
 from zerobubble.testing.order import CheckedEvent, CheckedStream, OrderError
 
 __all__ = ["CheckedDevice", "CheckedEvent", "CheckedStream", "OrderError", "checked_device"]
+
+__dir__ = listing(__all__)
