@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from math import inf
+from os import PathLike
 from sys import float_info
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -125,6 +126,8 @@ def _as_list(value: Any) -> str:
     return "value.tolist() gives plain numbers" if hasattr(value, "tolist") else ""
 
 
+READABLE = Wanted("a path or an open file", lambda value: isinstance(value, str | PathLike) or hasattr(value, "read"))
+WRITABLE = Wanted("a path or an open file", lambda value: isinstance(value, str | PathLike) or hasattr(value, "write"))
 WHOLE = number("a whole number", _is_whole)
 COUNT = number("a whole number above 0", lambda value: _is_whole(value) and value > 0)
 SIZE = number(f"a whole number from 1 to {MOST:,}", lambda value: _is_whole(value) and 0 < value <= MOST)

@@ -12,10 +12,14 @@ from zerobubble.export import (
     dumps,
     from_megatron_layout,
     from_torch_csv,
+    load_costs,
     load_document,
+    load_plan,
     load_schedule,
     loads,
     perfetto_json,
+    save_document,
+    save_plan,
     timeline_svg,
     to_megatron_layout,
     to_torch_comms_csv,
@@ -23,7 +27,7 @@ from zerobubble.export import (
     torchtitan_settings,
 )
 from zerobubble.installing import install
-from zerobubble.planning.plan_file import load_plan, save_plan
+from zerobubble.listing import listing
 from zerobubble.traces import ClockShift, TracedRun, read_trace
 from zerobubble.view import MemoryRow, Report, ThroughputRow, report_html
 
@@ -38,6 +42,7 @@ __all__ = [
     "export_weights",
     "from_megatron_layout",
     "from_torch_csv",
+    "load_costs",
     "load_document",
     "load_plan",
     "load_schedule",
@@ -46,6 +51,7 @@ __all__ = [
     "perfetto_json",
     "read_trace",
     "report_html",
+    "save_document",
     "save_plan",
     "timeline_svg",
     "to_megatron_layout",
@@ -53,6 +59,8 @@ __all__ = [
     "to_torch_csv",
     "torchtitan_settings",
 ]
+
+__dir__ = listing(__all__)
 
 
 @takes()

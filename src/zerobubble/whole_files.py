@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
 from zerobubble.errors import InputError, near, nearest
+
+File = str | os.PathLike[str] | IO[Any]
+"""A path, or an open file of text or bytes."""
 
 PIECE_BYTES = 1 << 20
 
@@ -40,7 +43,11 @@ class Readable(Protocol):
 def unusable(verb: str, file: str | Path, error: OSError) -> InputError:
     """Returns the error of a `file` that cannot be read or written (`verb`), with the remedy."""
     return InputError(
-        "cannot {verb} {file}: {reason}", verb=verb, file=str(file), reason=error.strerror, remedy=_remedy(verb, Path(file), error)
+        "cannot {verb} {file}: {reason}",
+        verb=verb,
+        file=str(file),
+        reason=error.strerror or str(error),
+        remedy=_remedy(verb, Path(file), error),
     )
 
 
@@ -56,12 +63,39 @@ def _remedy(verb: str, file: Path, error: OSError) -> str:
     return hint or f"{source}check the name in {file.parent.resolve()}"
 
 
-def write_text(file: str | Path, text: str) -> None:
+def name_of(file: File) -> str:
+    """Return the name of a file in messages; an open file may have none."""
+    return os.fspath(file) if isinstance(file, str | os.PathLike) else str(getattr(file, "name", "unnamed"))
+
+
+def read_text(file: File) -> str:
+    """Return the text of a path or an open file. Raises `InputError` with its name if it cannot be read or is not UTF-8 text."""
+    try:
+        data = Path(file).read_bytes() if isinstance(file, str | os.PathLike) else file.read()
+        return data if isinstance(data, str) else bytes(data).decode()
+    except OSError as error:
+        raise unusable("read", name_of(file), error) from error
+    except UnicodeDecodeError as error:
+        raise InputError("cannot read {file}: it is not UTF-8 text", file=name_of(file)) from error
+    except ValueError as error:
+        raise InputError("cannot read {file!r}: {reason}", file=name_of(file), reason=str(error)) from error
+
+
+def write_text(file: File, text: str) -> None:
     """Write `file` atomically: it has either all of `text` or its old contents. Raises `InputError` if it cannot be written.
 
-    If `file` is a link, its target is written and the link stays. Devices and pipes such as `/dev/stdout` are written directly.
+    If `file` is a link, its target is written and the link stays. Devices, pipes such as `/dev/stdout` and open files are written directly.
     """
-    write_bytes(file, text.encode())
+    if isinstance(file, str | os.PathLike):
+        write_bytes(os.fspath(file), text.encode())
+        return
+    try:
+        try:
+            file.write(text)
+        except TypeError:  # opened for bytes
+            file.write(text.encode())
+    except OSError as error:
+        raise unusable("write", name_of(file), error) from error
 
 
 def write_bytes(file: str | Path, data: bytes) -> None:

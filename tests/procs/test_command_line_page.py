@@ -81,7 +81,7 @@ def test_a_plan_is_seen_and_exported_in_two_commands(tmp_path: Path, monkeypatch
     done(f"{plan} --budget 0 --placement vee")
     done(export)
     assert "runner-up" not in Path("plan.html").read_text(), "one placement has none"
-    assert zb.io.load_schedule(Path("plan.csv").read_text()).rows == zb.io.load_plan("plan.json").schedule.rows
+    assert zb.io.load_schedule("plan.csv").rows == zb.io.load_plan("plan.json").schedule.rows
 
 
 @pytest.mark.long

@@ -205,7 +205,7 @@ def test_the_page_on_checkpoints_goes_on_with_the_same_losses(tmp_path: Path) ->
     program = programs_of("docs/checkpoints.md")[0]
     uninterrupted, resumed, alone = re.findall(r"(\d\.\d+)", run_forked(program, tmp_path, 2))
     assert uninterrupted == resumed == alone
-    assert load_schedule((tmp_path / "checkpoint" / "schedule.json").read_text()).name == "zb-v"
+    assert load_schedule(tmp_path / "checkpoint" / "schedule.json").name == "zb-v"
 
 
 @pytest.mark.long

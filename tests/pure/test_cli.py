@@ -19,7 +19,7 @@ from tests.pure.test_export_pictures import PASSES
 from tests.refusals import states
 from tests.thinned import every
 from zerobubble.cli import main
-from zerobubble.export.document import dumps, load_schedule
+from zerobubble.export.document import dumps, loads
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.schedules import SCHEDULES, make
 
@@ -145,7 +145,7 @@ def test_what_make_writes_check_accepts(name: str, form: str, tmp_path: Path) ->
     file = tmp_path / "schedule"
     ranks, microbatches = shape(name, 3, 4)
     assert run("make", name, "--ranks", f"{ranks}", "--microbatches", f"{microbatches}", "--format", form, "-o", str(file)).exit_code == 0
-    assert load_schedule(file.read_text(), name).rows == make(name, ranks, microbatches).rows
+    assert loads(file.read_text(), name).rows == make(name, ranks, microbatches).rows
     result = run("check", str(file))
     assert result.exit_code == 0
     states(result.stdout, ranks, "ranks")

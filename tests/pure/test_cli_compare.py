@@ -21,7 +21,6 @@ from tests.refusals import states
 from zerobubble import Costs, Placement, lower, make, plan
 from zerobubble.export.document import dumps
 from zerobubble.export.torch_csv import to_torch_csv
-from zerobubble.planning.plan_file import plan_text
 from zerobubble.program import Send
 from zerobubble.schedules import SCHEDULES
 
@@ -47,7 +46,7 @@ def test_measured_costs_bring_their_ranks_as_the_page_says(tmp_path: Path, monke
     Path("costs.json").write_text(dumps(costs))
     assert {f["num_stages"] for f in compared(*shlex.split(command)[1:])} == {4}
     assert run("show", "zb-h1", "-m", "8", "--costs", "costs.json").exit_code == 0
-    Path("plan.json").write_text(plan_text(plan(costs, 8, evaluations=20)))
+    Path("plan.json").write_text(dumps(plan(costs, 8, evaluations=20)))
     assert {f["num_stages"] for f in compared("1f1b", "--costs", "plan.json")} == {4}
 
 

@@ -17,7 +17,7 @@ from tests.pure.test_cli import refused, run
 from tests.refusals import states
 from zerobubble import Costs, Limits, Placement, Workload
 from zerobubble.cli import main
-from zerobubble.export import dumps, load_schedule, to_torch_csv
+from zerobubble.export import dumps, loads, to_torch_csv
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import plan
 
@@ -59,7 +59,7 @@ ALL = (SHAPED, "mine.txt", "mine.json", "mine.csv", "plan.json")
 def test_every_verb_takes_a_name_a_schedule_a_plan_or_a_csv(given: str) -> None:
     rows = load_plan("plan.json").schedule.rows
     assert output(f"show {given}")["num_stages"] == 8
-    assert load_schedule(printed(f"make {given} --format torch-csv")).rows == rows
+    assert loads(printed(f"make {given} --format torch-csv")).rows == rows
     assert output(f"check {given}")["recognition"]["name"] == "v-min"
     assert [line["num_stages"] for line in output(f"compare {given}")] == [8]
     assert [line["num_stages"] for line in output(f"table {given}")] == [8]
@@ -125,7 +125,7 @@ def test_a_schedule_with_copies_needs_equal_ranks() -> None:
 def test_costs_measured_on_a_placement_are_planned_on_it() -> None:
     command = "plan --costs costs.json --microbatches 6 --evaluations 0"
     assert [choice["placement"] for choice in output(command)["choices"]] == ["vee"]
-    assert load_schedule(output(command)["csv"]).placement == Placement.vee(2)
+    assert loads(output(command)["csv"]).placement == Placement.vee(2)
     assert output(f"{command} --placement vee --ranks 2")["csv"] == output(command)["csv"]
     for wrong in ("--placement linear", "--ranks 4"):
         said = f"{wrong} does not fit costs.json, which was measured on a vee placement over 2 ranks: leave the option out"
@@ -199,7 +199,7 @@ def test_costs_of_a_schedule_with_copies_are_planned_on_its_first_route() -> Non
     costs = replace(Costs.uniform(4), placement=Placement.bidirectional(4))
     Path("copies.json").write_text(dumps(costs))
     found = output("plan --costs copies.json --placement linear --microbatches 4 --evaluations 0")
-    assert load_schedule(found["csv"]).placement == Placement.linear(4)
+    assert loads(found["csv"]).placement == Placement.linear(4)
     said = "a placement of 1 route, 'bidirectional' has 2"
     assert said in refused("plan", "--costs", "copies.json", "--microbatches", "4")
 

@@ -13,7 +13,7 @@ from tests.pure.shapes import IN_TORCH_CSV, shape
 from tests.pure.test_export_pictures import PASSES
 from tests.refusals import states
 from zerobubble.cli import main
-from zerobubble.export.document import load_schedule
+from zerobubble.export.document import loads
 from zerobubble.lowering import lower
 from zerobubble.program import Program
 from zerobubble.schedules import SCHEDULES, make
@@ -52,7 +52,7 @@ def test_pictures_hold_every_pass(name: str) -> None:
 @pytest.mark.parametrize("name", IN_TORCH_CSV)
 def test_every_csv_is_read_back(name: str, form: str) -> None:
     text = run(name, *shape(name, 2, 4), "--format", form).stdout
-    assert load_schedule(text, name).steps == make(name, *shape(name, 2, 4)).steps
+    assert loads(text, name).steps == make(name, *shape(name, 2, 4)).steps
     assert ("SEND_F" in text, "UNSHARD" in text) == (form != "torch-csv", form == "torch-csv-fsdp")
 
 

@@ -23,7 +23,7 @@ from zerobubble.cli.inputs.problem import SearchOptions
 from zerobubble.cli.outputs import terminal
 from zerobubble.cost_model.held import RUNTIME_BYTES
 from zerobubble.cost_model.machine import Machine
-from zerobubble.export.document import load_schedule
+from zerobubble.export.document import loads
 from zerobubble.partition import Layer, stage_costs
 from zerobubble.planning.attempt import PlanProgress
 from zerobubble.planning.axes.layers import equal_limits
@@ -52,7 +52,7 @@ def refused(command: str, *options: str) -> str:
 def test_json_has_the_figures_and_a_csv_that_gives_them_again() -> None:
     data = json.loads(printed("plan", *SHAPE, "--memory", "8", "--placement", "vee", "--evaluations", "3000", "--json"))
     assert (data["placement"], data["seconds"] >= 0, [choice["placement"] for choice in data["choices"]]) == ("vee", True, ["vee"])
-    schedule = load_schedule(data["csv"])
+    schedule = loads(data["csv"])
     assert zb.schedule_faults(schedule) == ()
     assert schedule.placement == zb.Placement.vee(8)
     costs = WORK_8.costs(schedule.placement)
@@ -77,7 +77,7 @@ def test_a_budget_of_0_gives_the_best_seed_of_each_placement() -> None:
 def test_the_csv_alone_is_printed_where_asked() -> None:
     csv = printed("plan", *SHAPE, "--memory", "8", "--placement", "linear", "--budget", "0", "--format", "torch-csv")
     found = zb.plan(WORK_8, 24, 8, placements="linear", seconds=0)
-    assert load_schedule(csv).rows == found.schedule.rows
+    assert loads(csv).rows == found.schedule.rows
 
 
 def test_a_saved_plan_is_loaded_and_read_by_every_verb(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ WORK = zb.Workload.from_ms([1, 2, 1.5], [1, 2, 1], [1, 1, 1], [0.25] * 3, 0.5)
 def test_times_of_each_rank_come_from_a_file(tmp_path: Path, data: Any) -> None:
     options = ("--per-rank", written(tmp_path, data), "--microbatches", "6", "--memory", "3", "--comm", "0.25", "--held", "0.5")
     output = json.loads(printed("plan", *options, "--placement", "linear", "--budget", "0", "--json"))
-    timeline = zb.simulate(load_schedule(output["csv"]), WORK.costs(zb.Placement.linear(3)))
+    timeline = zb.simulate(loads(output["csv"]), WORK.costs(zb.Placement.linear(3)))
     assert output["bubble_span"] == timeline.bubble_span
 
 
@@ -190,7 +190,7 @@ def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     assert set(data) == {*ordinary, "layers", "excess_inside_blocks", "gpu", "machine", "dtype"}
     of_layers = data["layers"]
     layers = read_layers(file, 0.5, 0.5)
-    timeline = zb.simulate(load_schedule(data["csv"]), stage_costs(layers, tuple(of_layers["cuts"])))
+    timeline = zb.simulate(loads(data["csv"]), stage_costs(layers, tuple(of_layers["cuts"])))
     assert data["bubble_span"] == timeline.bubble_span
     assert of_layers["cuts"] != of_layers["balanced_cuts"]
     assert of_layers["gain"] > 0.01
@@ -555,7 +555,7 @@ def test_costs_of_stages_are_planned_on_their_placement(tmp_path: Path, placemen
     options = ("--costs", costs_file(tmp_path), "--placement", placement, "--microbatches", "6", "--evaluations", "300")
     data = json.loads(printed("plan", *options, "--json"))
     found = zb.plan(UNEVEN, 6, placements=made, evaluations=300)
-    assert load_schedule(data["csv"]).rows == found.schedule.rows
+    assert loads(data["csv"]).rows == found.schedule.rows
     assert data["bubble_span"] == zb.simulate(found.schedule, UNEVEN).bubble_span
     assert printed("plan", *options, "--ranks", str(made.num_ranks), "--format", "torch-csv") == data["csv"]
 
@@ -565,8 +565,8 @@ def test_bytes_limit_a_plan_for_costs(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     roomy = json.loads(printed(*asked, "--json"))
     tight = json.loads(printed(*asked, "--memory", "700B", "--json", "-o", file))
-    peak = max(zb.simulation.peak_memory(load_schedule(tight["csv"]), UNEVEN))
-    assert peak <= 700 < max(zb.simulation.peak_memory(load_schedule(roomy["csv"]), UNEVEN))
+    peak = max(zb.simulation.peak_memory(loads(tight["csv"]), UNEVEN))
+    assert peak <= 700 < max(zb.simulation.peak_memory(loads(roomy["csv"]), UNEVEN))
     assert zb.io.load_plan(file).problem.limits == zb.Limits((700, 700))
     assert zb.io.load_plan(file).problem.costs == UNEVEN
 

@@ -422,7 +422,7 @@ def test_the_command_shows_explains_and_writes(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "measured" in text
     assert run_command("diff", "zb-v", names["run"], "--costs", names["costs"])[0] == 0
-    costs = zb.io.load_document(Path(names["costs"]).read_text(encoding="utf-8"))
+    costs = zb.io.load_costs(names["costs"])
     assert isinstance(costs, zb.Costs)
     assert costs.placement == zb.Placement.vee(2)
 

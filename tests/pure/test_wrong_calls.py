@@ -219,8 +219,8 @@ WRONG: list[tuple[Call, Stated]] = [
     # files
     (lambda: dumps("zb-v"), ("dumps", "value", "zb-v")),
     (lambda: loads(SCHEDULE), ("loads", "text", "Schedule")),
-    (lambda: load_schedule(7), ("load_schedule", "text", 7)),
-    (lambda: load_schedule("plan.csv"), ("text", "plan.csv", "pathlib.Path(name).read_text")),
+    (lambda: load_schedule(7), ("load_schedule", "file", 7)),
+    (lambda: load_schedule("plan.csv"), ("read", "plan.csv")),
     (lambda: load_plan(SCHEDULE), ("load_plan", "file", "Schedule")),
     (
         lambda: save_plan("plan.json", solved()),

@@ -59,13 +59,13 @@ from zerobubble.cli.outputs.plan import costed_plan, plan_to_dict, write_plan
 from zerobubble.cli.outputs.terminal import progress
 from zerobubble.costs import NONE, Limits
 from zerobubble.errors import InputError
+from zerobubble.export.document import dumps
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.partition import Layer, cut_layers, join_blocks
 from zerobubble.planning import Objective, Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.axes.host import OffloadSavings
 from zerobubble.planning.axes.layers import CutSavings, equal_limits
-from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import microbatch_bytes
@@ -259,7 +259,7 @@ def plan_command(
     answer = _with_offloads(_with_gathers(_with_remarks(answer, search, options)))
     schedule = answer.plan.schedule
     if output is not None:
-        write_text(output, plan_text(answer.plan))
+        write_text(output, dumps(answer.plan))
     write_plan(answer.plan, pictures, output)
     if as_json:
         click.echo(json.dumps(plan_to_dict(answer.plan) | answer.data, indent=2))

@@ -26,7 +26,7 @@ from zerobubble.explorer.question import (
     faults_to_list,
     read_options,
 )
-from zerobubble.export.document import describe_document, load_document, schedule_of
+from zerobubble.export.document import describe_document, loads, schedule_of
 from zerobubble.export.svg import period_caption
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.answer import Plan
@@ -184,7 +184,7 @@ def _measured_run(played: Answer) -> Viewed | None:
     if not played.question.run:
         return None
     with errors_at("run"):
-        run = load_document(played.question.run)
+        run = loads(played.question.run)
         if not isinstance(run, Timeline):
             raise InputError("this is {got}, not a timeline of a run", got=describe_document(run), remedy=REMEDIES["run"])
         return Viewed(run, gaps=gaps(played.schedule, played.costs, run))
@@ -246,7 +246,7 @@ def _near(field: str, number: int, allows: Callable[[int], bool]) -> str:
 
 def _from_file(question: Question) -> tuple[Schedule, Plan | None]:
     with errors_at("file"):
-        document = load_document(question.file, question.file_name or "file")
+        document = loads(question.file, question.file_name or "file")
         return schedule_of(document), document if isinstance(document, Plan) else None
 
 
@@ -265,7 +265,7 @@ def _costs(question: Question, schedule: Schedule) -> Costs:
 
 def _pasted_costs(question: Question, schedule: Schedule) -> Costs:
     with errors_at("costs"):
-        document = load_document(question.costs)
+        document = loads(question.costs)
         if isinstance(document, Plan):
             document = document.problem.costs
         elif isinstance(document, Workload):

@@ -181,7 +181,7 @@ def _schedule_lines(played: Answer) -> Iterator[str]:
         yield f"plan = zb.io.load_plan({_source_file(played)!r})"
         yield "schedule, costs = plan.schedule, plan.problem.costs"
     elif played.question.file:
-        yield f"schedule = zb.io.load_schedule(open({_source_file(played)!r}).read())"
+        yield f"schedule = zb.io.load_schedule({_source_file(played)!r})"
     else:
         yield f"schedule = {_make_python(played)}"
 
@@ -207,7 +207,7 @@ def _costs_python(played: Answer) -> str:
     if played.estimate is not None:
         return estimate_python(question, schedule)
     if question.costs:
-        return f"zb.io.loads(open({_costs_file(played)!r}).read())"
+        return f"zb.io.load_costs({_costs_file(played)!r})"
     per_rank = max(1, schedule.num_stages // schedule.num_ranks)
     parts = [str(schedule.num_stages), *_times(question).arguments(), *([f"stages_per_rank={per_rank}"] if per_rank > 1 else [])]
     slowed = "" if question.slow_link is None else f".with_columns(comm={list(played.costs.comm)})"

@@ -16,12 +16,12 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.explorer.answer import answer
 from zerobubble.explorer.question import FieldError, Question, faults_to_list
+from zerobubble.export.document import dumps
 from zerobubble.export.front import points_with_schedules
 from zerobubble.ir import Placement
 from zerobubble.planning import Plan, Status, Workload, plan
 from zerobubble.planning.attempt import PlanProgress
 from zerobubble.planning.pareto import Front, pareto
-from zerobubble.planning.plan_file import plan_text
 from zerobubble.units import ms
 from zerobubble.view.front_page import OpenedPlans, front_data
 
@@ -119,7 +119,7 @@ def _front(question: dict[str, Any]) -> dict[str, Any]:
 
 def _drawn(front: Front) -> dict[str, Any]:
     points = points_with_schedules(front)
-    kept = OpenedPlans(points, plan_text, MOST_PASSES)
+    kept = OpenedPlans(points, dumps, MOST_PASSES)
     placements = sorted({choice.name for point in front.points for choice in point.plan.choices})
     data = {"front": front_data(points, kept), "plans": kept.values, "placements": placements}
     return data | {"nothingFits": len(front.points) - len(points)}
@@ -136,7 +136,7 @@ def _rows(best: Plan) -> list[dict[str, Any]]:
         {"placement": choice.name, "bubble": choice.plan.bubble, "bound": choice.plan.least_bubble}
         | {"time": None if choice.plan.time is None else ms(choice.plan.time)}
         | {"peak": choice.plan.peak_microbatches, "how": choice.plan.how, "note": choice.note}
-        | {"plan": plan_text(candidate) if candidate is best or (candidate.order is not None and passes <= MOST_PASSES) else None}
+        | {"plan": dumps(candidate) if candidate is best or (candidate.order is not None and passes <= MOST_PASSES) else None}
         for choice, candidate in zip(best.choices, plans, strict=True)
     ]
 

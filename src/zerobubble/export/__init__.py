@@ -1,6 +1,6 @@
 """Export of schedules and timelines to pictures and to the file formats of other tools. One format per module."""
 
-from zerobubble.export.document import dumps, load_document, load_schedule, loads
+from zerobubble.export.document import dumps, load_costs, load_document, load_plan, load_schedule, loads, save_document, save_plan
 from zerobubble.export.megatron import balanced_layers, from_megatron_layout, to_megatron_layout
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.svg import timeline_svg
@@ -13,10 +13,14 @@ __all__ = [
     "dumps",
     "from_megatron_layout",
     "from_torch_csv",
+    "load_costs",
     "load_document",
+    "load_plan",
     "load_schedule",
     "loads",
     "perfetto_json",
+    "save_document",
+    "save_plan",
     "timeline_svg",
     "to_megatron_layout",
     "to_torch_comms_csv",

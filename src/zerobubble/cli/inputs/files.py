@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, parsed_json
-from zerobubble.export.document import Document, describe_document, load_document
+from zerobubble.export.document import Document, describe_document, loads
 from zerobubble.ir import Schedule
 from zerobubble.partition.layers import FORM as LAYERS
 from zerobubble.planning.answer import Plan
@@ -43,8 +43,8 @@ class ExpectedFile(NamedTuple):
 
 
 SCHEDULE = ExpectedFile("a schedule or a plan", "write one with 'zerobubble make NAME --format json' or 'zerobubble plan -o'")
-COSTS = ExpectedFile("costs of stages, the work of ranks or a plan", "write json.dumps(costs.to_dict()) for the costs of Pipeline.profile")
-TIMELINE = ExpectedFile("a timeline", "write json.dumps(pipe.timeline().to_dict())")
+COSTS = ExpectedFile("costs of stages, the work of ranks or a plan", "write one with zb.io.save_document(pipe.profile(...), file)")
+TIMELINE = ExpectedFile("a timeline", "write one with zb.io.save_document(pipe.timeline(), file)")
 
 
 def read_document(file: str, wanted: ExpectedFile) -> Document:
@@ -55,7 +55,7 @@ def read_document(file: str, wanted: ExpectedFile) -> Document:
 def parse_document(file: str, text: str, wanted: ExpectedFile) -> Document:
     """Parses any document from the `text` of `file`. Raises `InputError` with the file name, and what is `wanted`, if it cannot."""
     try:
-        document = load_document(text, Path(file).stem if file != "-" else "stdin")
+        document = loads(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
         if error.fields.get("argument") != "format":
             named = {"file": shown_name(file), "reason": str(error), "remedy": wanted.remedy}

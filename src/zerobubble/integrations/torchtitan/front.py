@@ -222,10 +222,7 @@ def _read(given: Any) -> Schedule | Plan:
     """Returns the given schedule or plan, or reads it from the given file."""
     if isinstance(given, (Schedule, Plan)):
         return given
-    try:
-        loaded = zb.io.load_document(Path(given).read_text(encoding="utf-8"), Path(given).stem)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("cannot read the schedule {got}: {reason}", got=str(given), reason=str(error), argument="schedule") from error
+    loaded = zb.io.load_document(given)
     if not isinstance(loaded, (Schedule, Plan)):
         raise InputError(
             "{got} has a {kind}: give the file of a plan or a schedule", got=str(given), kind=type(loaded).__name__, argument="schedule"
