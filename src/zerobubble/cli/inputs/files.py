@@ -43,8 +43,10 @@ class ExpectedFile(NamedTuple):
 
 
 SCHEDULE = ExpectedFile("a schedule or a plan", "write one with 'zerobubble make NAME --format json' or 'zerobubble plan -o'")
-COSTS = ExpectedFile("costs of stages, the work of ranks or a plan", "write one with zb.io.save_document(pipe.profile(...), file)")
-TIMELINE = ExpectedFile("a timeline", "write one with zb.io.save_document(pipe.timeline(), file)")
+COSTS = ExpectedFile(
+    "costs of stages, the work of ranks or a plan", "write those of Pipeline.profile with zb.io.save_document(costs, 'costs.json')"
+)
+TIMELINE = ExpectedFile("a timeline", "write one with zb.io.save_document(pipe.timeline(), 'run.json')")
 
 
 def read_document(file: str, wanted: ExpectedFile) -> Document:
