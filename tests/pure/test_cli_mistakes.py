@@ -86,6 +86,7 @@ MISTAKES: list[tuple[str, Stated]] = [
     ("plan config.json --gpu H100 --gpus 8 --sequence 2k", ("--sequence", "'2k'", 2048)),
     ("plan config.json --gpu H100 --gpus 8 --memory 80", ("--memory", 80, "config.json", "70GB")),
     ("plan --model llama3-70b --gpu H100 --gpus 8 --memory 80", ("--memory", 80, "--model", "70GB")),
+    ("plan config.json --gpu H100 --gpus 8 --pp 4", ("--pp", "pp", "CONFIG", "--pipeline-only", "--ranks")),
     ("plan config.json --gpu H100 --gpus 8 --tp 3", ("--tp", "tp", "CONFIG", "--pipeline-only")),
     ("plan config.json --gpu H100 --gpus 8 --memory 1GB", ("8 H100", "1 GB", "--memory")),
     ("plan config.json --gpu H100 --gpus 8 -p 4", ("config.json", "--ranks")),

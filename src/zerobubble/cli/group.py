@@ -146,7 +146,8 @@ def _no_such_option(error: click.NoSuchOption) -> str:
     if "pipeline_only" in flags and error.option_name in _DIVIDED:
         ways = ", ".join(flag.lstrip("-") for flag in _DIVIDED)
         remedy = f"with CONFIG or --model, the command tries all values of {ways} itself, or only 1 of tp, cp and ep with --pipeline-only"
-        return f"there is no option {error.option_name}: {remedy}"
+        of_times = "; for --times, give --ranks" if error.option_name == "--pp" else ""
+        return f"there is no option {error.option_name}: {remedy}{of_times}"
     flag = flags.get(nearest_name(error.option_name.lstrip("-").replace("-", "_"), list(flags)))
     return f"there is no option {error.option_name}: {f'did you mean {flag}?' if flag else 'see --help'}"
 
@@ -173,7 +174,7 @@ def _an_example(context: click.Context | None) -> str:
     return f"for example, {example}" if example else "see --help"
 
 
-_DIVIDED = ("--tp", "--cp", "--ep", "--dp")
+_DIVIDED = ("--pp", "--tp", "--cp", "--ep", "--dp")
 """Options of training programs whose values `plan` chooses for a model."""
 _EXTRA = "Got unexpected extra argument"
 _NOT_A = {
