@@ -155,6 +155,13 @@ def test_names_are_escaped_and_nothing_is_fetched() -> None:
     assert "http" not in picture.replace(NS["s"], "")
 
 
+def test_a_picture_without_a_title_names_schedule_ranks_microbatches_and_times() -> None:
+    drawn = timeline_svg(played("1f1b", 2, 4), played("zb-v", 2, 4))
+    assert ">1f1b, zb-v on 2 ranks, 4 microbatches</text>" in drawn
+    label = ElementTree.fromstring(drawn).findtext("s:title", "", NS)
+    states(label, "1f1b, zb-v on 2 ranks, 4 microbatches", "1f1b, simulated: makespan", "zb-v, simulated: makespan")
+
+
 def test_an_empty_timeline_is_still_a_picture() -> None:
     assert boxes(timeline_svg(Timeline("idle", ((), ())))) == {}
 
@@ -235,7 +242,7 @@ def test_the_kinds_differ_in_gray() -> None:
 
 def test_a_caption_has_the_span_only_if_it_is_shorter_and_may_be_given() -> None:
     drawn = [simulate(make(name, 4, 8), Costs.uniform(4)) for name in ("1f1b", "zb-h2")]
-    assert [timeline_svg(each).count("; span ") for each in drawn] == [each.span < each.makespan for each in drawn] == [False, True]
+    assert ["; span " in timeline_svg(each) for each in drawn] == [each.span < each.makespan for each in drawn] == [False, True]
     assert ">own words<" in timeline_svg(played("zb-v"), captions=["own words"])
     with raises(InputError, "captions", "2", "1"):
         timeline_svg(played("zb-v"), captions=["a", "b"])

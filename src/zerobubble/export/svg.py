@@ -144,7 +144,7 @@ def timeline_svg(
 
     Arguments:
         timelines: the timelines to draw, at least one.
-        title: the title of the picture.
+        title: the title of the picture; by default the schedules with their ranks and microbatches.
         width: the width in pixels, at least 640.
         memory: whether to draw a strip below each rank with the bytes that it holds.
         microbatch_bytes: bytes of a microbatch on each rank, to label peaks in microbatches instead of bytes.
@@ -171,6 +171,14 @@ def timeline_svg(
     return "\n".join(_document(scale, timelines, title, windows, captions or [*map(caption, timelines)])) + "\n"
 
 
+def shape_title(timelines: Sequence[Timeline]) -> str:
+    """Return the names of timelines, with their ranks and microbatches: `1f1b, zb-v on 4 ranks, 8 microbatches`."""
+    names = ", ".join(dict.fromkeys(timeline.name for timeline in timelines))
+    ranks = max(timeline.num_ranks for timeline in timelines)
+    microbatches = max(len({span.op.microbatch for _, span in timeline.spans()}) for timeline in timelines)
+    return f"{names} on {counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}"
+
+
 def require_width(width: int) -> None:
     """Raise `InputError` for a picture that is too narrow."""
     if width < NARROWEST:
@@ -189,13 +197,14 @@ def beginning(title: str, width: int, height: int, style: str, head: Heading, de
 def _document(
     scale: _Scale, timelines: Sequence[Timeline], title: str, windows: Sequence[Sequence[Window]], captions: Sequence[str]
 ) -> Iterator[str]:
-    head = heading(title, _legend(scale, timelines, has_windows=bool(windows)), scale.width)
+    shape = shape_title(timelines)
+    head = heading(title or shape, _legend(scale, timelines, has_windows=bool(windows)), scale.width)
     top = head.height
     bottom = top + sum(scale.panel_height(timeline) for timeline in timelines)
     height = bottom + AXIS
-    label = title or "; ".join(f"{timeline.name}, {timeline.source}" for timeline in timelines)
+    drawn = "; ".join(f"{timeline.name}, {timeline.source}: {figures}" for timeline, figures in zip(timelines, captions, strict=True))
     style = f"{WINDOW_STYLE if windows else ''}{''.join(_shade_rules(scale, timelines))}"
-    yield from beginning(label, scale.width, height, style, head, HATCH)
+    yield from beginning(title or f"{shape}. {drawn}", scale.width, height, style, head, HATCH)
     for timeline, figures in zip(timelines, captions, strict=True):
         yield from _grid(scale, top + CAPTION - 4, top + scale.panel_height(timeline) - 8)
         yield from _panel(scale, timeline, figures, top)
