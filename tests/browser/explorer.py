@@ -61,7 +61,7 @@ def serving(*options: str, warnings: int = 0) -> Iterator[Server]:
 class Page:
     """The page, opened with a link."""
 
-    def __init__(self, browser: Browser, server: Server, link: str = "", width: int = 1280) -> None:
+    def __init__(self, browser: Browser, server: Server, link: str = "#link=1", width: int = 1280) -> None:
         self.browser, self.server = browser, server
         browser.visit(server.address + link, server.address, width)
 

@@ -77,6 +77,14 @@ def test_an_invalid_value_is_reported_at_its_field_and_keeps_the_picture(browser
     assert page.errors == []
 
 
+def test_the_first_screen_compares_with_1f1b(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "")
+    assert page.boxes == 8 * 8 * 3 + 4 * 8 * 2
+    assert "1f1b" in page.text(".cards")
+    assert "versus=1f1b" in page.link
+    assert page.errors == []
+
+
 def test_back_undoes_the_change_of_a_field(browser: Browser, server: Server) -> None:
     """Changes of the same field are one step back, however many there were."""
     page = Page(browser, server)

@@ -42,6 +42,7 @@ def _settings() -> dict[str, Any]:
     """Returns the data from which the page makes its fields."""
     return {
         "defaults": _defaults(Question()),
+        "opening": {"versus": "1f1b"},  # the first screen shows what a split backward pass gains
         "ranges": {name: list(range_) for name, range_ in RANGES.items()},
         "schedules": [
             {"name": name, "stages": recipe.stages_per_rank, "anyStages": recipe.any_stages, "options": list(recipe.options)}

@@ -16,7 +16,7 @@ export async function writeLink(values, tab) {
 
 // The tab and the values in a link, and what of it cannot be used: sentences with the fields that they are about, empty for those without.
 export async function readLink(hash, settings) {
-  if (hash.length < 2) return { tab: FIRST, values: {}, notes: [] };
+  if (hash.length < 2) return { tab: FIRST, values: settings.opening, notes: [] };
   const values = {};
   const notes = [];
   const given = new URLSearchParams(hash.slice(1));
