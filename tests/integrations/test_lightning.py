@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MeanMetric, Metric, MetricCollection, R2Score
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, R2Score, RunningMean, SumMetric
 from torchmetrics.classification import MulticlassF1Score
 
 import zerobubble as zb
@@ -979,6 +979,93 @@ class Acting(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return -self.model(batch[0]).mean()
+
+
+class Tallied(Classifier):
+    """Updates metrics with the loss and other numbers of the batch, in each form of torchmetrics, and has what they say in `rows`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tallies = nn.ModuleList((MeanMetric(), SumMetric(), MaxMetric(), MinMetric(), CatMetric(), RunningMean(2), SteppedMean()))
+        self.logged, self.weighted, self.counted, self.best = SumMetric(), MeanMetric(), SumMetric(), MaxMetric()
+        self.collected = MetricCollection({"mean": MeanMetric(), "sum": SumMetric(), "running": RunningMean(2)}, prefix="all_")
+        self.rows: list[dict[str, Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = spread(self, batch[0])
+        for metric in self.tallies:
+            metric.update(loss)
+        self.weighted.update(loss.item(), weight=len(batch[0]))
+        self.counted.update(1)
+        self.logged(value=loss)
+        self.log("logged", self.logged, on_step=True, on_epoch=True)
+        self.log("value", self.best(loss), on_step=False, on_epoch=True)
+        self.collected(loss)
+        self.log_dict(self.collected, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        values = {str(place): metric.compute() for place, metric in enumerate(self.tallies)}
+        values |= {"weighted": self.weighted.compute(), "counted": self.counted.compute()}
+        self.rows.append(values | dict(self.trainer.callback_metrics))
+
+
+class SteppedMean(Metric):
+    """A mean over updates, whose number it counts by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = 0
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.updates += 1
+        self.total += value
+
+    def compute(self) -> Tensor:
+        return self.total / self.updates
+
+
+@pytest.mark.feature("metrics of the loss")
+def test_metrics_of_the_loss_are_those_of_one_device(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    found = []
+    for strategy in ({"strategy": PipelineStrategy("1f1b", 4)}, {}):
+        lightning.seed_everything(0, verbose=False)
+        module, given = Tallied(), {"devices": 1, "max_epochs": 2, "default_root_dir": tmp_path, **quiet, **strategy}
+        lightning.Trainer(accelerator="cpu", precision="64-true", **given).fit(module, data(21))
+        found.append(module.rows)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)  # metrics compute in float32
+
+
+def tallied(update: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
+    """A training step that updates the metric `self.tally` in some way."""
+
+    def step(self: Any, x: Tensor) -> Tensor:
+        loss = spread(self, x)
+        update(self, loss)
+        return loss
+
+    return step
+
+
+@pytest.mark.refuses("a Metric of a number that is neither a mean nor a sum")
+@pytest.mark.parametrize(
+    ("update", "stated"),
+    [
+        (lambda self, loss: self.tally.update(loss.sqrt()), "self.tally"),
+        (lambda self, loss: (self.tally.update(loss), self.log("mean", self.tally.compute())), "self.tally.compute()"),
+        (lambda self, loss: (self.tally.update(loss), self.tally.reset()), "self.tally.reset()"),
+        (lambda self, loss: (self.tally(loss), loss.ndim or [self.tally(loss) for _ in range(int(1e3 * loss) % 7)]), "self.tally"),
+        (lambda self, loss: self.tally.update(math.nan * loss), "RuntimeError"),
+    ],
+    ids=["a root", "computed", "reset", "by condition", "nan"],
+)
+def test_a_metric_of_a_number_that_does_not_follow_is_an_error(update: Any, stated: str, one_rank: lightning.Trainer) -> None:
+    module = Faulty(tallied(update))
+    module.tally = MeanMetric(nan_strategy="error")
+    with raises(InputError, "training_step", stated, "on_train_batch_end" if stated != "RuntimeError" else "Metric"):
+        one_rank.fit(module, data())
 
 
 @pytest.mark.feature(

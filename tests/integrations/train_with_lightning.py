@@ -42,7 +42,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import Metric, SumMetric
+from torchmetrics import MaxMetric, Metric, MetricCollection, RunningMean, SumMetric
 
 import zerobubble as zb
 
@@ -332,6 +332,7 @@ class Skipping(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.seen, self.accuracy, self.num_skipped = SumMetric(), Accuracy(), 0
+        self.losses = MetricCollection({"sum": SumMetric(), "max": MaxMetric(), "running": RunningMean(3)})
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         x, y = batch
@@ -348,6 +349,8 @@ class Skipping(Classifier):
         if not loss.isfinite():
             return None
         self.log("train_loss", loss)
+        self.losses(loss)
+        self.log_dict(self.losses, on_step=True, on_epoch=True)
         self.accuracy.update(logits, y)
         self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
         return loss

@@ -24,7 +24,9 @@ DIVISORS = {
 """What `loss_weight` is, by the name of the function that computes the loss; the last is for `training_step`."""
 
 
-FaultKind = Literal["number", "state", "buffer", "inputs", "draws", "returned", "skipped", "raised", "failed", "part", "microbatch"]
+FaultKind = Literal[
+    "number", "state", "buffer", "inputs", "draws", "returned", "metric", "skipped", "raised", "failed", "part", "microbatch"
+]
 """What `Fault.what` is: "number" for a loss or a logged value."""
 
 
@@ -85,6 +87,10 @@ class Fault(NamedTuple):
             "returned": (
                 "{name} returns a dict whose {what} does not follow from those of microbatches",
                 "return one value for each sample, a mean or a sum, and compute the rest in on_train_batch_end",
+            ),
+            "metric": (
+                "{name} updates the Metric {what} with a number of the batch that is no mean and no sum of those of microbatches",
+                "update it with values of samples, or in on_train_batch_end, from what training_step returns along with 'loss'",
             ),
             "skipped": (
                 "{name} returns None for {what} and a loss for others of the same batch",

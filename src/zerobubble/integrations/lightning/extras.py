@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zerobubble.integrations.lightning.comparison import Fault
-from zerobubble.integrations.lightning.logs import Parts, reduced
+from zerobubble.integrations.lightning.logs import Parts, likely_rule, reduced
 from zerobubble.integrations.loss_rules import are_near
 from zerobubble.runtime.frameworks import join_outputs
 
@@ -21,7 +21,7 @@ RULES = ("joined", "mean", "weights", "sum", "rows", "first")
 """Joined as outputs of the network; a mean over samples, or like the loss; a sum; concatenated lists; or equal in all microbatches."""
 
 
-def joined(extras: Sequence[Mapping[str, Any]], parts: Parts, rules: Mapping[str, str], place: str = "") -> dict[str, Any]:
+def joined(extras: Sequence[Mapping[Any, Any]], parts: Parts, rules: Mapping[str, str], place: str = "") -> dict[Any, Any]:
     """Returns the values of the batch. `rules` has one of `RULES` for values that `learn_rules` has compared, by their places."""
     found = {}
     for name in dict.fromkeys(name for of_one in extras for name in of_one):
@@ -30,13 +30,13 @@ def joined(extras: Sequence[Mapping[str, Any]], parts: Parts, rules: Mapping[str
         if all(isinstance(value, Mapping) for value in values):
             found[name] = joined(values, parts, rules, inside)
         else:
-            found[name] = _by(rules.get(inside, "first" if len(values) == 1 else "joined"), values, parts)
+            found[name] = _by(rules.get(inside) or _likely_rule(values, parts), values, parts)
     return found
 
 
 def learn_rules(
-    extras: Sequence[Mapping[str, Any]],
-    runs: Sequence[Mapping[str, Any]],
+    extras: Sequence[Mapping[Any, Any]],
+    runs: Sequence[Mapping[Any, Any]],
     parts: Parts,
     rules: dict[str, str],
     tolerance: float,
@@ -60,7 +60,7 @@ def learn_rules(
             if fault is not None:
                 return fault
             continue
-        tried = (rules.get(inside, "joined"), *RULES)
+        tried = (rules.get(inside) or _likely_rule(values, parts), *RULES)
         fitting = next((rule for rule in tried if _are_alike(_by(rule, values, parts), value, tolerance)), None)
         if fitting is not None:
             rules[inside] = fitting
@@ -69,6 +69,12 @@ def learn_rules(
         else:
             rules[inside] = "mean"
     return None
+
+
+def _likely_rule(values: Sequence[Any], parts: Parts) -> str:
+    if len(values) == 1:
+        return "first"
+    return (likely_rule(values, parts) or "mean") if all(map(_is_number, values)) else "joined"
 
 
 def _by(rule: str, values: Sequence[Any], parts: Parts) -> Any:

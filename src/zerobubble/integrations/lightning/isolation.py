@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.logs import Entry
+from zerobubble.integrations.lightning.metrics import Updates, updates_held
 from zerobubble.integrations.whole_model import replaced
 
 _LOG = inspect.signature(pl.LightningModule.log)
@@ -32,16 +33,28 @@ class BackwardCalledError(BaseException):
 
 @contextmanager
 def isolated(
-    module: pl.LightningModule, entries: list[Entry], *, runs_again: bool = False, faults: list[InputError] | None = None
+    module: pl.LightningModule,
+    entries: list[Entry],
+    updates: Updates | None = None,
+    *,
+    runs_again: bool = False,
+    faults: list[InputError] | None = None,
 ) -> Iterator[None]:
     """A context in which `module` logs to `entries` only, and `manual_backward` raises `BackwardCalledError`.
 
-    Loggers write nothing. If the code does not run again for the whole batch, which says so on all ranks, writing raises `InputError`, or
-    adds it to `faults`, where only this rank runs the code.
+    Updates of Metrics with numbers are held in `updates`. Loggers write nothing. If the code does not run again for the whole batch, which
+    says so on all ranks, what is refused raises `InputError`, or adds it to `faults`, where only this rank runs the code.
     """
     entries.clear()
     refused_in = "" if runs_again or not module.automatic_optimization else f"{type(module).__name__}.training_step"
-    loggers = [_MutedLogger(logger, refused_in, faults) for logger in module.trainer.loggers]
+
+    def refuse(fault: InputError) -> None:
+        if refused_in and faults is None:
+            raise fault
+        if refused_in and faults is not None:
+            faults.append(fault)
+
+    loggers = [_MutedLogger(logger, refused_in, refuse) for logger in module.trainer.loggers]
     strategy: Any = module.trainer.strategy
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -64,15 +77,16 @@ def isolated(
         replaced(module.trainer, _loggers=loggers),
         replaced(strategy, rank_in_step=strategy.first_rank),
         replaced(rank_zero_only, rank=strategy.first_rank),
+        updates_held(module, {} if updates is None else updates, refuse),
     ):
         yield
 
 
 class _MutedLogger:
-    """A `logger` that writes nothing; with `refused_in`, the user's function, writing raises `InputError`, or adds it to `faults`."""
+    """A `logger` that writes nothing; in `refused_in`, the user's function, it is passed to `refuse`."""
 
-    def __init__(self, logger: Any, refused_in: str, faults: list[InputError] | None) -> None:
-        self._logger, self._refused_in, self._faults = logger, refused_in, faults
+    def __init__(self, logger: Any, refused_in: str, refuse: Callable[[InputError], None]) -> None:
+        self._logger, self._refused_in, self._refuse = logger, refused_in, refuse
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -89,9 +103,7 @@ class _MutedLogger:
                 name=name,
                 remedy="log numbers by self.log, and let on_train_batch_end write others, from what training_step returns next to 'loss'",
             )
-            if self._faults is None:
-                raise fault
-            self._faults.append(fault)
+            self._refuse(fault)
         return _DummyExperiment() if name == "experiment" else nothing
 
 

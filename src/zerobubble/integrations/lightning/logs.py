@@ -9,7 +9,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
+
+from zerobubble.integrations.lightning.metrics import Counts, MetricState, names_of_metrics, state_of, take_over, updated
 
 
 class Entry(NamedTuple):
@@ -26,18 +28,6 @@ class Entry(NamedTuple):
     value: Any
     options: dict[str, Any]
     cache: Tensor | None = None
-
-
-class MetricState(NamedTuple):
-    """The state of a Metric on the rank of the last stage.
-
-    Attributes:
-        attribute: The name of the Metric in the LightningModule.
-        state: Its attributes, by name.
-    """
-
-    attribute: str
-    state: dict[str, Any]
 
 
 Found = tuple[list[Entry], Any]
@@ -113,24 +103,35 @@ def _form_of(entries: list[Entry]) -> list[tuple[str, dict[str, Any], torch.dtyp
 
 def merged(parts: Parts, module: pl.LightningModule, rules: Mapping[str, str]) -> list[Entry]:
     """Returns one entry for each name. `rules` has those of `RULES` that are not the first."""
-    by_name: dict[str, list[tuple[Entry, float]]] = {}
-    for entries, size, weight in zip(parts.logs, parts.sizes, parts.weights, strict=True):
+    by_name: dict[str, list[tuple[Entry, int]]] = {}
+    for place, entries in enumerate(parts.logs):
         for entry in entries:
-            by_name.setdefault(entry.name, []).append((entry, weight if rules.get(entry.name) == "weights" else size))
+            by_name.setdefault(entry.name, []).append((entry, place))
     names = names_of_metrics(module) if any(isinstance(entry.value, Metric) for entries in parts.logs for entry in entries) else {}
-    return [_merged(name, found, names, rules.get(name, "")) for name, found in by_name.items()]
+    rows = []
+    for name, found in by_name.items():
+        rule = rules.get(name) or likely_rule([entry.value for entry, _ in found], parts)
+        weights = parts.weights if rule == "weights" else parts.sizes
+        rows.append(_merged(name, [(entry, weights[place]) for entry, place in found], names, rule))
+    return rows
 
 
-def entries_of(parts: Parts, module: pl.LightningModule, rules: Mapping[str, str], counts: Mapping[str, int]) -> list[Entry]:
+def likely_rule(values: Sequence[Any], parts: Parts) -> str:
+    """Returns the rule of the loss for values that are the losses of all microbatches, else the first of `RULES`."""
+    is_loss = len(values) == len(parts.losses) and all(map(_is_equal, values, parts.losses))
+    return "" if not is_loss else "sum" if parts.is_sum else "weights"
+
+
+def _is_equal(value: Any, loss: float) -> bool:
+    is_number = not value.ndim if isinstance(value, Tensor) else isinstance(value, (int, float))
+    return is_number and float(value) == loss
+
+
+def entries_of(parts: Parts, module: pl.LightningModule, rules: Mapping[str, str], counts: Counts) -> list[Entry]:
     """Returns what a batch logs, and without names the metrics that it updates and does not log. `counts` has their updates before."""
     entries = merged(parts, module, rules)
     logged = {entry.value.attribute for entry in entries if isinstance(entry.value, MetricState)}
     return entries + [Entry("", state, {}) for state in updated(module, counts) if state.attribute not in logged]
-
-
-def names_of_metrics(module: pl.LightningModule) -> dict[int, str]:
-    """Returns the names of the Metrics of a module by their ids."""
-    return {id(metric): name for name, metric in module.named_modules() if isinstance(metric, Metric)}
 
 
 def _merged(name: str, found: list[tuple[Entry, float]], metrics: dict[int, str], rule: str) -> Entry:
@@ -162,52 +163,11 @@ def reduced(values: list[Tensor], weights: list[float], reduce_fx: str | Callabl
 
 
 def _state_of(metric: Metric, attribute: str, found: list[tuple[Entry, float]], weights: list[float]) -> MetricState:
-    """Returns the state of a metric that every microbatch has updated. Its value for the batch is the mean of those of microbatches."""
+    """Returns the state of a metric that every microbatch has updated. Its value for the batch is the mean over microbatches."""
     caches = [entry.cache for entry, _ in found if isinstance(entry.cache, Tensor) and not entry.cache.ndim]
     state = state_of(metric)
-    if len(caches) == len(found):
+    if all(entry.cache is None for entry, _ in found):
+        state["_forward_cache"] = metric._forward_cache  # of an update that was held back
+    elif len(caches) == len(found):
         state["_forward_cache"] = reduced(caches, weights, "mean")
     return MetricState(attribute, state)
-
-
-def keep_apart(module: pl.LightningModule) -> None:
-    """Makes each Metric of a MetricCollection compute alone, as with `compute_groups=False`.
-
-    A collection groups Metrics whose states are equal after its first update. That is the update of a microbatch, in whose few samples they
-    may be equal by chance.
-    """
-    for collection in module.modules():
-        if isinstance(collection, MetricCollection) and not collection._groups_checked:
-            collection._enable_compute_groups = False
-
-
-def counts_of(module: pl.LightningModule) -> dict[str, int]:
-    """Returns how often each Metric of a module was updated, by name."""
-    return {name: metric._update_count for name, metric in module.named_modules() if isinstance(metric, Metric)}
-
-
-def updated(module: pl.LightningModule, counts: Mapping[str, int]) -> list[MetricState]:
-    """Returns the states of the Metrics whose numbers of updates are not `counts`."""
-    for collection in module.modules():
-        if isinstance(collection, MetricCollection):
-            collection.values()  # which gives the metrics of a group their common state
-    return [
-        MetricState(name, state_of(metric))
-        for name, metric in module.named_modules()
-        if isinstance(metric, Metric) and metric._update_count != counts.get(name)
-    ]
-
-
-def state_of(metric: Metric) -> dict[str, Any]:
-    """Returns what has changed in a Metric since it was made or reset."""
-    return {name: getattr(metric, name) for name in (*metric._defaults, "_update_count")}
-
-
-def take_over(found: MetricState, module: pl.LightningModule) -> Metric:
-    """Copies the state from the rank of the last stage to this rank's Metric, and returns the Metric."""
-    metric = module.get_submodule(found.attribute)
-    assert isinstance(metric, Metric)
-    for name, value in found.state.items():
-        setattr(metric, name, value.to(metric.device) if isinstance(value, Tensor) else value)
-    metric._computed = None
-    return metric

@@ -42,12 +42,13 @@ from zerobubble.integrations.lightning.comparison import Fault, are_near_inputs
 from zerobubble.integrations.lightning.draws import Draw, Drawing
 from zerobubble.integrations.lightning.extras import joined
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated, nothing
-from zerobubble.integrations.lightning.logs import REPEATED, Entry, Found, Parts, StepMessages, counts_of, entries_of
+from zerobubble.integrations.lightning.logs import REPEATED, Entry, Found, Parts, StepMessages, entries_of
+from zerobubble.integrations.lightning.metrics import MetricCopies, counts_of, make_updates, metrics_copied
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.settings import Settings
 from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lightning.watched_state import WatchedState
-from zerobubble.integrations.lightning.whole_batch import MetricCopies, WholeBatch, joined_in_views, loss_of, metrics_copied, num_views
+from zerobubble.integrations.lightning.whole_batch import WholeBatch, joined_in_views, loss_of, num_views
 from zerobubble.integrations.lightning.world import end_world
 from zerobubble.integrations.lone_calls import unchanged
 from zerobubble.integrations.whole_model import (
@@ -416,6 +417,13 @@ class StepRunner:
         if step.fault is not None or step.skipped is not None:
             return step.skipped or [], step.fault
         parts = self._parts(step)
+        updates = self._whole.updates(step, parts)
+        if isinstance(updates, Fault):
+            return [], updates
+        try:
+            make_updates(self._module, updates)
+        except Exception as error:  # noqa: BLE001 - other ranks wait for what this one has found
+            return [], Fault(f"{self._training_step} updates a Metric, which raises {type(error).__name__}: {error}", kind="raised")
         return entries_of(parts, self._module, self._whole.rules, step.counts), joined(step.extras, parts, self._whole.rules_of_extras)
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
@@ -439,7 +447,7 @@ class StepRunner:
             self._outputs[index] = _detached(output)
         draws = step.draws.of_microbatch(index, in_loss=True)
         states = states_restored(step.states, self._device)  # also of Python and NumPy, which code of the network may share
-        alone = isolated(self._module, step.logs[index], runs_again=step.is_compared, faults=step.refused)
+        alone = isolated(self._module, step.logs[index], step.updates[index], runs_again=step.is_compared, faults=step.refused)
         with replaced(self.network, forward=forward), states, alone, draws, self._advised(PENALTIES):
             try:
                 loss, extras = loss_of(self._module, step.microbatches[index], step.rest)

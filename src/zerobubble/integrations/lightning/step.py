@@ -11,6 +11,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.comparison import Fault
 from zerobubble.integrations.lightning.draws import BatchDraws
 from zerobubble.integrations.lightning.logs import Entry
+from zerobubble.integrations.lightning.metrics import Counts, Updates
 from zerobubble.runtime.frameworks import RandomStates
 
 
@@ -28,6 +29,7 @@ class Step:
         arguments: Those of the network for the whole batch.
         losses: For each microbatch, its loss, without the factor.
         logs: For each microbatch, what `training_step` logged.
+        updates: For each microbatch, the updates of metrics with its numbers, which are held back.
         extras: For each microbatch, what `training_step` returned in addition to the loss.
         draws: The random numbers that `training_step` draws.
         states: The random states at the beginning of `training_step`, if it draws random numbers before the call.
@@ -47,10 +49,11 @@ class Step:
     sizes: list[int]
     rest: tuple[Any, ...]
     share: float
-    counts: dict[str, int]
+    counts: Counts
     arguments: Any = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     logs: list[list[Entry]] = field(init=False)
+    updates: list[Updates] = field(init=False)
     extras: list[dict[str, Any]] = field(init=False)
     draws: BatchDraws = field(init=False)
     states: RandomStates | None = None
@@ -66,5 +69,6 @@ class Step:
 
     def __post_init__(self) -> None:
         self.logs = [[] for _ in self.sizes]
+        self.updates = [{} for _ in self.sizes]
         self.extras = [{} for _ in self.sizes]
         self.draws = BatchDraws(self.sizes)

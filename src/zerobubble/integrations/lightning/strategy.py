@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
-from zerobubble.integrations.lightning.logs import keep_apart
+from zerobubble.integrations.lightning.metrics import keep_apart
 from zerobubble.integrations.lightning.prediction_writers import written_once
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_callbacks, refuse_module, refuse_optimizers, refuse_options, refuse_trainer

@@ -7,9 +7,8 @@ for each microbatch, are errors.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,14 +16,15 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import with_new_containers
 from zerobubble.integrations.lightning.comparison import ComparedSteps, Fault, loss_fault, tolerance_of
-from zerobubble.integrations.lightning.extras import learn_rules
+from zerobubble.integrations.lightning.extras import joined, learn_rules
 from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated
-from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, entries_of, merged
+from zerobubble.integrations.lightning.logs import RULES, Entry, Parts, entries_of, likely_rule, merged
+from zerobubble.integrations.lightning.metrics import Updates, make_updates, metrics_copied
 from zerobubble.integrations.lightning.network_numbers import NetworkNumbers
 from zerobubble.integrations.lightning.step import Step
 from zerobubble.integrations.lightning.watched_state import WatchedState
@@ -40,6 +40,7 @@ class Run(NamedTuple):
         loss: Its loss; None if it returns None.
         extras: What it returns in addition to the loss.
         entries: What it logs; without a loss, with the states of metrics.
+        updates: The updates of metrics with numbers, which are held back.
         changed: The names of the attributes and buffers that it changes.
         has_inputs: Whether it calls the network with the arguments of the microbatches.
     """
@@ -47,13 +48,16 @@ class Run(NamedTuple):
     loss: Tensor | None
     extras: dict[str, Any]
     entries: list[Entry]
+    updates: Updates
     changed: list[str]
     has_inputs: bool
 
     @property
     def has_plain_floats(self) -> bool:
         """Whether it logs or returns numbers of Python, which may be times."""
-        return any(isinstance(leaf, float) for leaf in pytree.tree_leaves([self.extras, [entry.value for entry in self.entries]]))
+        return any(
+            isinstance(leaf, float) for leaf in pytree.tree_leaves([self.extras, self.updates, [entry.value for entry in self.entries]])
+        )
 
 
 @dataclass
@@ -69,6 +73,7 @@ class WholeBatch:
     numbers: NetworkNumbers
     steps: ComparedSteps = field(default_factory=ComparedSteps)
     rules_of_extras: dict[str, str] = field(default_factory=dict)
+    rules_of_updates: dict[str, str] = field(default_factory=dict)
 
     def fault(self, network: nn.Module, step: Step, outputs: Sequence[Any], parts: Parts, called: Callable[..., int]) -> Fault | None:
         """Returns what of a step differs from one call of `training_step`, or None. Sets `step.skipped`.
@@ -104,7 +109,33 @@ class WholeBatch:
             loss_fault(float(whole.loss), parts, tolerance, draws=is_random)
             or self._log_fault(whole.entries, again.entries, parts, tolerance)
             or learn_rules(step.extras, (whole.extras, again.extras), parts, self.rules_of_extras, tolerance)
+            or self._update_fault(step, (whole.updates, again.updates), parts, tolerance)
         )
+
+    def updates(self, step: Step, parts: Parts) -> Updates | Fault:
+        """Returns the updates of metrics with the numbers of the batch, or the fault of one that does not follow from the microbatches."""
+        calls = step.updates[0].keys()
+        for other in step.updates:
+            if other.keys() != calls:
+                return Fault(f"self.{next(iter(other.keys() ^ calls))[0]}", kind="metric")
+        updates = joined(step.updates, parts, self.rules_of_updates)
+        for key, arguments in updates.items():
+            if any(isinstance(value, list) for value in arguments.values()):
+                return Fault(f"self.{key[0]}", kind="metric")
+        return updates
+
+    def _update_fault(self, step: Step, runs: Sequence[Updates], parts: Parts, tolerance: float) -> Fault | None:
+        if not self.module.automatic_optimization:
+            return None
+        found = self.updates(step, parts)
+        if isinstance(found, Fault):
+            return found
+        calls = [*found, *(key for key in runs[0] if key not in found)]
+        for key in calls:
+            values, wholes = ([{key: of_one[key]} for of_one in each if key in of_one] for each in (step.updates, runs))
+            if not (values and wholes) or learn_rules(values, wholes, parts, self.rules_of_updates, tolerance):
+                return Fault(f"self.{key[0]}", kind="metric")
+        return None
 
     def name_of(self, network: nn.Module) -> str:
         """Returns how `training_step` calls the network."""
@@ -113,6 +144,7 @@ class WholeBatch:
     def _run(self, network: nn.Module, step: Step, outputs: Sequence[Any], called: Callable[..., int]) -> Run:
         """Runs `training_step` once for the batch, where the call of the network returns the joined `outputs`."""
         entries: list[Entry] = []
+        updates: Updates = {}
         views = 1
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -124,19 +156,22 @@ class WholeBatch:
             stack.enter_context(states_restored(step.states, self.device))
             stack.enter_context(metrics_copied(self.module))
             changed = stack.enter_context(WatchedState(self.module).changes())
-            stack.enter_context(isolated(self.module, entries))
             stack.enter_context(replaced(network, forward=forward))
             stack.enter_context(step.draws.joined())
-            loss, extras = loss_of(self.module, step.batch, step.rest)
+            with isolated(self.module, entries, updates):
+                loss, extras = loss_of(self.module, step.batch, step.rest)
             if loss is None:
+                make_updates(self.module, updates)
                 alone = Parts([entries], [sum(step.sizes)], [1.0], [0.0], is_sum=False)
                 entries = entries_of(alone, self.module, {}, step.counts)
         loss = None if loss is None else loss.detach()
-        return Run(loss, pytree.tree_map_only(Tensor, Tensor.detach, extras), entries, changed, has_inputs=views > 0)
+        return Run(loss, pytree.tree_map_only(Tensor, Tensor.detach, extras), entries, updates, changed, has_inputs=views > 0)
 
     def _log_fault(self, entries: Sequence[Entry], again: Sequence[Entry], parts: Parts, tolerance: float) -> Fault | None:
         """Returns the first logged number that follows by no rule. A number of Python that another run logs differently is none."""
+        of_outputs = tolerance
         for entry, other in zip(entries, again, strict=False):
+            tolerance = max(of_outputs, tolerance_of(entry.value)) if isinstance(entry.value, Tensor) else of_outputs
             if sum(others.name == entry.name for others in entries) > 1:
                 continue
             if isinstance(entry.value, Metric):
@@ -144,7 +179,7 @@ class WholeBatch:
                     return fault
                 continue
             whole = float(entry.value)
-            values = {rule: self._by(rule, entry.name, parts) for rule in (self.rules.get(entry.name, ""), *RULES)}
+            values = {rule: self._by(rule, entry.name, parts) for rule in (self._rule(entry.name, parts), *RULES)}
             fitting = [rule for rule, value in values.items() if value is not None and are_near(value, whole, tolerance, [value])]
             if fitting:
                 self.rules[entry.name] = fitting[0]
@@ -164,6 +199,10 @@ class WholeBatch:
     def _by(self, rule: str, name: str, parts: Parts) -> float | None:
         found = self._merged(rule, name, parts)
         return float(found.value) if found else None
+
+    def _rule(self, name: str, parts: Parts) -> str:
+        values = [entry.value for of_one in parts.logs for entry in of_one if entry.name == name]
+        return self.rules.get(name) or likely_rule(values, parts)
 
     def _merged(self, rule: str, name: str, parts: Parts) -> Entry | None:
         logs = [[entry for entry in of_one if entry.name == name] for of_one in parts.logs]
@@ -208,36 +247,6 @@ def loss_of(module: pl.LightningModule, batch: Any, rest: tuple[Any, ...]) -> tu
         message = "{name} must return a loss, a tensor or a dict with one as 'loss', or None to skip the batch, got {loss_type}"
         raise InputError(message, name=name, loss_type=type(loss).__name__)
     return loss, extras
-
-
-class MetricCopies:
-    """The metrics of a module, which go on with copies of their states until `undo`. Tensors in lists are not copied."""
-
-    def __init__(self, module: nn.Module) -> None:
-        metrics = [child for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
-        self._before = [(child, dict(vars(child))) for child in metrics]
-        copies: dict[int, Any] = {}  # metrics of one group share states
-        for child in metrics:
-            names = child._defaults if isinstance(child, Metric) else ("_groups",)
-            states = {name: vars(child)[name] for name in names if name in vars(child)}
-            copies |= {id(item): item for state in states.values() if isinstance(state, list) for item in state}
-            vars(child).update({name: copy.deepcopy(state, copies) for name, state in states.items()})
-
-    def undo(self) -> None:
-        """Forgets all updates since this object was made."""
-        for child, attributes in self._before:
-            vars(child).clear()
-            vars(child).update(attributes)
-
-
-@contextmanager
-def metrics_copied(module: nn.Module) -> Iterator[None]:
-    """A context in which updates of the metrics of a module are lost at the end."""
-    copies = MetricCopies(module)
-    try:
-        yield
-    finally:
-        copies.undo()
 
 
 def _leaf(tensor: Tensor) -> Tensor:
