@@ -38,6 +38,13 @@ def test_compare_gives_the_papers_bubbles() -> None:
     assert [(f["name"], round(f["bubble_span"], 4)) for f in figures] == [("1f1b", 0.2431), ("zb-h1", 0.1585), ("zb-h2", 0.1083)]
 
 
+def test_costs_of_another_placement_are_refused_with_their_times_per_rank(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(dumps(replace(Costs.uniform(4, times=(10, 10, 8)), placement=Placement.linear(4))))
+    result = run("compare", "1f1b", "zb-v", "-m", "8", "--costs", str(tmp_path / "costs.json"))
+    assert result.exit_code == 2
+    states(result.stderr, "zb-v", 8, 4, "--times 10,10,8")
+
+
 def test_measured_costs_bring_their_ranks_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")

@@ -280,7 +280,9 @@ def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
     try:
         costs.require_schedule(schedule)
     except InputError as error:
-        remedy = f"measure under {schedule.name} with pipe.profile, or give --times instead of {file}"
+        work = [sum(column) / schedule.num_ranks / NS_PER_MS for column in (costs.forward, costs.backward, costs.weight)]
+        times = ",".join(f"{time:.4g}" for time in work)
+        remedy = f"profile a pipeline of {schedule.name}, or instead of {file} give its mean work per rank, --times {times}"
         raise InputError("{reason}; {remedy}", reason=str(error), remedy=remedy) from error
     return Costed(schedule, costs, _costs_of(file), is_measured=True)
 
