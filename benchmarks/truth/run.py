@@ -69,7 +69,7 @@ def mark_us(executor: Executor) -> float:
         pass
 
     executor.recording = True
-    timed = executor._timed(Doing.SEND, Value(ValueKind.ACTIVATION, 0, 0), nothing)
+    timed = executor.records.timed(Doing.SEND, Value(ValueKind.ACTIVATION, 0, 0), nothing)
     rounds = [cpu_us(timed) - cpu_us(nothing) for _ in range(21)]
     return statistics.median(rounds)
 

@@ -11,6 +11,7 @@ from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, Offload, RankOffloads
 from zerobubble.offload.copies import LaneCopy, copies_of
 from zerobubble.runtime.executor.row_calls import Call, RowCalls
+from zerobubble.runtime.measure.step_records import StepRecords
 from zerobubble.runtime.stage.copy_lane import Copied, lane_for
 from zerobubble.runtime.stage.saved_tensors import SavedTensors
 from zerobubble.runtime.stage.stage import Stage
@@ -28,14 +29,13 @@ class Offloads(NamedTuple):
 class Offloading:
     """The calls around each step of a row with these `offloads`, on `stages`, whose tensors are on `device`.
 
-    `records` holds the copies of the last step of the pipeline. `note_memory` is called before each step at which a copy starts or ends,
-    after these calls.
+    `records` gets the copies of each step, and the bytes held before each step at which a copy starts or ends, after these calls.
     """
 
     def __init__(
-        self, offloads: Sequence[Offload], link: HostLink | None, stages: Mapping[int, Stage], device: torch.device, note_memory: Call
+        self, offloads: Sequence[Offload], link: HostLink | None, stages: Mapping[int, Stage], device: torch.device, records: StepRecords
     ) -> None:
-        self.records: list[tuple[Copying, int, int, Copied]] = []
+        self._records = records
         self._offloads = offloads
         self._stages = stages
         self._device = device
@@ -63,11 +63,10 @@ class Offloading:
         for copy in back:
             self.calls.before[copy.needed].append(self._call(SavedTensors.come_back, copy))
         for calls in self.calls.before.values():
-            calls.append(note_memory)
+            calls.append(records.note_memory)
 
     def begin(self) -> None:
         """Begins or restarts a step of the pipeline."""
-        self.records = []
         for one in self._offloads:
             saved = self._saved[one.stage, one.microbatch] = SavedTensors(self._device, self._lane)
             self._stages[one.stage].offloaded[one.microbatch] = saved
@@ -85,6 +84,6 @@ class Offloading:
         def call() -> None:
             copied = method(self._saved[stage, microbatch])
             if copied is not None:
-                self.records.append((copying, stage, microbatch, copied))
+                self._records.copies.append((copying, stage, microbatch, copied))
 
         return call

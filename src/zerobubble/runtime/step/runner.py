@@ -282,9 +282,9 @@ class StepRunner:
             self.measures_memory,
             divisor=self._losses.divisor,
             began=began,
-            wait_for_device=executor.settle,
-            records=lambda: executor.records,
-            later_records=executor.later_records,
+            wait_for_device=executor.records.clock.settle,
+            records=executor.records.read,
+            later_records=executor.records.read_later,
         )
         self.step_hooks.begin(step, compiled.stages)
         self._losses.begin_comparison(is_cut_by_user=isinstance(given.inputs, list) or isinstance(given.targets, list))
@@ -352,7 +352,7 @@ class StepRunner:
     ) -> None:
         """Plays the passes of a training step, or captures them."""
         meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
-        executor.meter = meter
+        executor.records.meter = meter
         with self.rng.isolated(), self._stages.training(compiled.stages, meter):
             if captured is None:
                 executor.run(batch, forwards_stand)
@@ -536,7 +536,7 @@ class StepRunner:
         if self._captured is not None:
             with self.agreed_errors():
                 raise InputError("the passes of a captured step have no times", remedy=WITHOUT_STEP)
-        if not self.last.has_run:
+        if not self.last.records.spans:
             with self.agreed_errors():
                 raise InputError("there is no timeline before the first step", remedy="call step, or eval_step if none trains")
         return self.timeline_of(self.last)
@@ -544,13 +544,13 @@ class StepRunner:
     def timeline_of(self, executor: Executor) -> Timeline:
         """Returns what every rank did in the last step of `executor`; all ranks must call it."""
         with self.peers.collective("gathering a timeline"):
-            return trace.gather(executor.program.name, executor.records, self.peers)
+            return trace.gather(executor.program.name, executor.records.read(), self.peers)
 
     def record_optimizer(self) -> AbstractContextManager[None]:
-        return self.last.recording_optimizer()
+        return self.last.records.noting_optimizer()
 
     def record_reduction(self, stage: int, began: int, ended: int) -> None:
-        self.last.record_reduction(stage, began, ended)
+        self.last.records.note_reduction(stage, began, ended)
 
     def change_schedule(self, schedule: Schedule, costs: Costs) -> None:
         self.programs.play(compiled_for(schedule, costs))
