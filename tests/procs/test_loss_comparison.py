@@ -283,7 +283,7 @@ def trained(compares: bool) -> list[Any]:
     found: list[Any] = []
     with zb.Pipeline([Net()], "zb-h1", M, loss_fn, group=alone()) as pipe:
         if not compares:
-            pipe._steps.stop_comparing_losses()
+            pipe._steps.losses.comparison.is_on = False
         for seed in range(3):
             found += [pipe.step(*data(seed)).item(), torch.rand(()).item(), random.random()]
         found += [

@@ -176,7 +176,7 @@ class PipelineMixin(_Trainer):
             self._pipe = zb.Pipeline(stages, self._schedule, self._num_microbatches, self._computed.loss, **options)
             for stage in self._pipe.modules.values():
                 setattr(stage, TAKES_SUMS, True)  # `TrainerLoss` weights them
-            self._pipe._steps.stop_comparing_losses()  # `TrainerLoss` does
+            self._pipe._steps.losses.comparison.is_on = False  # `TrainerLoss` does
             self._pipe._steps.cut_model.pipe = "trainer.pipeline"
             self._pipe._steps.cut_model.remedy = "call trainer.save_model on all ranks, or "
             self._cut_model = self.model

@@ -48,7 +48,7 @@ def counted_collective_call(method: Callable[Concatenate[S, P], R]) -> Callable[
         try:
             return method(self, *args, **kwargs)
         except TypeError:
-            with self._steps.refusing():
+            with self._steps.refusals.of_call():
                 bound(name, signature, (self, *args), kwargs)
             raise  # from inside the method
 

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerobubble.arguments import Wanted, optional, require, takes
+from zerobubble.arguments import Wanted, optional, require, takes, wrong
 from zerobubble.costs import Costs
 from zerobubble.display import clipped
 from zerobubble.error_reports.uncaught import explain_none, report_exit
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
+from zerobubble.microbatch_order import with_numbers
 from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.partition import Layer
 from zerobubble.runtime.calls import collective_call, counted_collective_call, repeated_by_survivors
@@ -47,6 +48,7 @@ from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
 from zerobubble.runtime.step.ordering import CostOf
 from zerobubble.runtime.step.outputs import OutputFunction
 from zerobubble.runtime.step.planner import Switch
+from zerobubble.runtime.step.playing import evaluate, outputs_on_all_ranks, train
 from zerobubble.runtime.step.profiling import profile_layers
 from zerobubble.runtime.survival.survivors import Survival
 from zerobubble.runtime.transport.choice import AUTO
@@ -241,7 +243,8 @@ class Pipeline(RefusesModuleCalls):
         """Returns the result of `call`, such as `zb.save`, which the survivors repeat if a rank is lost and the pipeline survives that."""
         if self._survival is None:
             return call()
-        recover = partial(self._recover, self._steps.num_steps())
+        self._steps.settle()
+        recover = partial(self._recover, self._steps.num_steps)
         return self._survival.run(call, lambda: self._session, recover, adds_gradients=adds_gradients)
 
     def _recover(self, before: int, error: PipelineError) -> bool:
@@ -253,7 +256,7 @@ class Pipeline(RefusesModuleCalls):
         self._play(session)
         self._steps.recording, self._steps.measures_memory = steps.recording, steps.measures_memory
         repeats = self._survival.must_repeat_call(self._session)
-        self._steps.take_over(before if repeats else steps.num_steps(), steps.rng.seed)
+        self._steps.take_over(before if repeats else steps.num_steps, steps.rng.seed)
         return repeats
 
     @repeated_by_survivors
@@ -290,9 +293,9 @@ class Pipeline(RefusesModuleCalls):
         which closes the pipeline, unless the first rank gets them, too: other ranks compare sizes once the step has begun. So are targets
         that cannot be split if the first rank was not given any.
         """
-        with self._steps.refusing():
+        with self._steps.refusals.of_call():
             require("scaler", scaler, optional(torch.amp.GradScaler))
-        return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
+        return train(self._steps, *self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
 
     def order_ahead(self, inputs: list[Any]) -> None:
         """Orders `inputs`, the list of microbatches of a later `step`, and plans their passes in a thread until then; see `played`.
@@ -301,7 +304,14 @@ class Pipeline(RefusesModuleCalls):
         `schedule`. Raises `InputError` for costs that are not numbers above 0, for anything but a list of microbatches, and without
         `order_by`.
         """
-        self._steps.order_ahead(inputs, asked=self._options.order_by is not None)
+        if self._options.order_by is None:
+            raise InputError(
+                "order_ahead is for pipelines that order microbatches", remedy="give order_by to Pipeline, or leave order_ahead out"
+            )
+        if not isinstance(inputs, list):
+            raise wrong("inputs", inputs, "the list of microbatches of the next step", call="order_ahead")
+        if self._steps.ordering is not None:
+            self._steps.ordering.begin(self.schedule, inputs, self._steps.programs.compile_ahead)
 
     @repeated_by_survivors
     @counted_collective_call
@@ -326,7 +336,7 @@ class Pipeline(RefusesModuleCalls):
         stage, and None elsewhere.
         """
         self._steps.settle()
-        loss, outputs, sizes = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches), output_fn)
+        loss, outputs, sizes = evaluate(self._steps, *self._inputs(inputs, targets, kwargs, num_microbatches), output_fn)
         if loss is None:
             explain_none("loss", "eval_step(inputs) returns no loss: give it targets, too")
         return loss, self._joined(outputs, sizes, "eval_step")
@@ -367,11 +377,11 @@ class Pipeline(RefusesModuleCalls):
         first route. Raises like `step`, and `InputError` for another `to`.
         """
         self._steps.settle()
-        with self._steps.refusing():
+        with self._steps.refusals.of_call():
             require("to", to, _RECEIVERS)
-        _, outputs, sizes = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches), output_fn, has_loss=False)
+        _, outputs, sizes = evaluate(self._steps, *self._inputs(inputs, targets, kwargs, num_microbatches), output_fn, has_loss=False)
         joined = self._joined(outputs, sizes, "predict")
-        return joined if to == "last" else self._steps.on_all_ranks(joined)
+        return joined if to == "last" else outputs_on_all_ranks(self._steps, joined)
 
     def _joined(self, outputs: list[Any] | None, sizes: Sequence[int], method: str) -> Any:
         """Joins what is kept of the outputs of microbatches; None if this rank has none."""
@@ -389,7 +399,8 @@ class Pipeline(RefusesModuleCalls):
     @property
     def played(self) -> Schedule | None:
         """The schedule of the last `step`, with the order and passes from `order_by`, on every rank; None before the first step."""
-        return self._steps.played
+        played = self._steps.played
+        return None if played is None else with_numbers(*played)
 
     @property
     def plan(self) -> Any:
@@ -404,7 +415,7 @@ class Pipeline(RefusesModuleCalls):
     @property
     def gathers(self) -> RankGathers:
         """The all-gathers of this rank in a training step, for weights sharded by FSDP2, by step of its row, counted from 0."""
-        return self._steps.gathers
+        return self._steps.programs.now.executor.gathers.plan
 
     @property
     def transport(self) -> Carrier:
@@ -414,12 +425,12 @@ class Pipeline(RefusesModuleCalls):
     @property
     def losses(self) -> Tensor | None:
         """The loss of each microbatch of the last step including what stages added, on every rank; None before one and without targets."""
-        return self._steps.losses
+        return self._steps.losses.losses
 
     @property
     def added_losses(self) -> dict[str, Tensor]:
         """The parts of the last step's loss that stages added with `zb.nn.add_loss`, by name, as scalar tensors on every rank."""
-        return self._steps.added_losses
+        return dict(self._steps.losses.added)
 
     @called_first
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -531,7 +542,8 @@ class Pipeline(RefusesModuleCalls):
         other transports hold none beyond a message, or do not report them. Every rank must call it and gets the same. Raises `InputError`
         for costs of other stages.
         """
-        return self._steps.memory_forecast(costs)
+        now = self._steps.programs.now
+        return self._steps.forecast_memory(now.schedule, now.executor.program, costs)
 
     @counted_collective_call
     def describe(self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None) -> SplitReports:
@@ -550,7 +562,7 @@ class Pipeline(RefusesModuleCalls):
         """A context whose time is recorded in the timeline of the last `step` as the step of the optimizer."""
         with self._session.guard.during("in recording_optimizer"):
             self._steps.before_optimizer()
-        with self._steps.record_optimizer():
+        with self._steps.last.records.noting_optimizer():
             yield
 
     @collective_call
@@ -604,7 +616,8 @@ class Pipeline(RefusesModuleCalls):
             try:
                 with self._session.guard.during("while closing the pipeline"):
                     is_refused = False
-                    self._steps.before_close()
+                    self._steps.step_hooks.settle()
+                    self._steps.step_hooks.before_close()
             except InputError as error:
                 if not is_refused:  # otherwise another thread uses the pipeline, and continues
                     self._session.guard.close_after(error, CLOSED)

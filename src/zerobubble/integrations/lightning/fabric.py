@@ -179,7 +179,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
                 self.pipeline = settings.pipeline_of(
                     self._module, example, self._losses, self._losses.weight, self.mesh, settings.batch_dims
                 )
-                self.pipeline._steps.stop_comparing_losses()  # `MicrobatchLosses` do
+                self.pipeline._steps.losses.comparison.is_on = False  # `MicrobatchLosses` do
                 self.pipeline._steps.cut_model.pipe = "fabric.strategy.pipeline"
                 self.pipeline._steps.cut_model.remedy = "call fabric.save(path, {'model': model}) on all ranks, or "
         return self.pipeline

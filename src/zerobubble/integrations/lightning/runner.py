@@ -653,7 +653,7 @@ class StepRunner:
                 torch.manual_seed(self._seed)
                 self.pipe = self._settings.pipeline_of(network, example, self._loss_function(), self._weight, self._mesh, outputs)
             network.train(was_training)
-            self.pipe._steps.stop_comparing_losses()  # `WholeBatch` does
+            self.pipe._steps.losses.comparison.is_on = False  # `WholeBatch` does
             model = self.pipe._steps.cut_model
             model.pipe, model.loss_name = "self.trainer.strategy.pipeline", "training_step"
             model.remedy = "call trainer.save_checkpoint on all ranks, or "

@@ -99,7 +99,8 @@ class CheckpointedPipeline:
 
     def settle(self) -> int:
         """Makes pending changes final, and returns the number of training steps; None if they are not counted."""
-        return self._steps.num_steps()
+        self._steps.settle()
+        return self._steps.num_steps
 
     def rng_seed(self) -> int:
         """Returns the seed of the stages' random numbers; None without a pipeline."""

@@ -127,7 +127,7 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _has_stepped(pipeline: StepRunner) -> bool:
-    return pipeline.losses is not None
+    return pipeline.losses.losses is not None
 
 
 def _iterate(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

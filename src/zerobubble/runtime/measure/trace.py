@@ -97,9 +97,10 @@ class RawRecords(NamedTuple):
 
 def gather(name: str, records: Records, peers: Peers) -> Timeline:
     """Returns the measured timeline of the last step, whose times start at the first pass. Every rank of the pipeline must call it."""
-    with exchanging():
-        shift = clock_shift(peers)
-    rows = peers.gather_objects(records.shifted(shift))
+    with peers.collective("gathering a timeline"):
+        with exchanging():
+            shift = clock_shift(peers)
+        rows = peers.gather_objects(records.shifted(shift))
     origin = min((spans[0][1] for spans, *_ in rows if spans), default=0)
     parsed = tuple(tuple(Span(Op.parse(op), begin - origin, end - origin) for op, begin, end in spans) for spans, *_ in rows)
     memory = tuple(tuple((time - origin, held) for time, held in steps) for _, steps, *_ in rows)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, replace
 from itertools import chain, starmap
 from statistics import median_low
@@ -14,15 +14,17 @@ from torch import nn
 
 from zerobubble.arguments import WHOLE
 from zerobubble.costs import OFFLOADABLE, Costs
-from zerobubble.errors import InputError, shown
+from zerobubble.errors import InputError, raise_faults, shown
 from zerobubble.ir import Kind, Placement
 from zerobubble.partition import Layer
 from zerobubble.partition.layers import adam_bytes
+from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.memory_meter import storages_of
 from zerobubble.runtime.measure.profile import (
     MeasuredHead,
     Progress,
     costs_of,
+    preserve_state,
     progress_reporter,
     with_fused_of,
     with_level_of,
@@ -34,6 +36,8 @@ from zerobubble.runtime.stage.parts import Calls, HasModelParts, Part, PartCost,
 from zerobubble.runtime.stage.saved_tensors import MovableBytes
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.batch import StepInputs
+from zerobubble.runtime.step.opening import choose
+from zerobubble.runtime.step.playing import train_without_hooks
 from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.values.stateful import is_wrapper, state_of
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
@@ -71,15 +75,15 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
             remedy = "profile a pipeline without slices, and give its costs to Costs.sliced"
             raise InputError("a profile measures whole microbatches, not {got} slices", got=runner.schedule.slices, remedy=remedy)
     runner.settle()
-    runner.choose(None)
+    choose(runner, None)
     schedule = runner.schedule
     algorithm = algorithm_of(schedule) if schedule.has_divided_head else None
     rounds = [_Round(None, one) for one in ([None] if algorithm is None else PASSES)]
-    rounds += [_Round(level, algorithm) for level in runner.levels_to_measure]
+    rounds += [_Round(level, algorithm) for level in runner.stages.levels.measured]
     whole = _Round(None, algorithm, fuses_backward=True)
     mixes_backwards = {Kind.B, Kind.BW} <= {op.kind for row in schedule.rows for op in row}
     rounds += [whole] * mixes_backwards
-    with runner.activity("while profiling"), runner.preserve_state(), progress_reporter(progress, runner.rank) as report:
+    with runner.activity("while profiling"), _preserving(runner), progress_reporter(progress, runner.rank) as report:
         measured = {}
         for place, each in enumerate(rounds):
             done = place * (steps + 1)
@@ -87,11 +91,24 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
     costs = measured[_Round(None, algorithm)].costs(schedule.placement)
     if mixes_backwards:
         costs = with_fused_of(costs, measured[whole].costs(schedule.placement))
-    for level in runner.levels_to_measure:
+    for level in runner.stages.levels.measured:
         costs = with_level_of(costs, level, measured[_Round(level, algorithm)].costs(schedule.placement))
     if algorithm is None:
         return costs
     return with_measured_head(costs, algorithm, {one: MeasuredHead(*measured[_Round(None, one)][:2]) for one in PASSES})
+
+
+@contextmanager
+def _preserving(runner: StepRunner) -> Iterator[None]:
+    """A context for steps that leave nothing behind, down to the last bit, and do not call `on_loss`.
+
+    Raises `InputError` on every rank, after the steps, if a rank cannot put back what they have changed.
+    """
+    state = preserve_state(runner.modules.values(), runner.losses.loss_fn, runner.device, runner.gradients)
+    with state as faults, runner.losses.muted():
+        yield
+    with runner.agreed_errors():
+        raise_faults(chain.from_iterable(runner.gather(faults, "restoring the state of stages")))
 
 
 def _one_by_one(runner: StepRunner, given: StepInputs, steps: int, each: _Round, report: Callable[[int], object]) -> _Measured:
@@ -104,8 +121,8 @@ def _one_by_one(runner: StepRunner, given: StepInputs, steps: int, each: _Round,
             movable[index] = [MovableBytes(runner.device) for _ in range(compiled.schedule.num_microbatches)]
             stage.offloaded.update(enumerate(movable[index]))
         while len(timelines) <= steps:
-            runner.train_without_hooks(compiled, given, measures_memory=not timelines)
-            timelines.append(runner.timeline_of(compiled.train))
+            train_without_hooks(runner, compiled, given, measures_memory=not timelines)
+            timelines.append(trace.gather(compiled.train.program.name, compiled.train.records.read(), runner.peers))
             report(len(timelines))
     return _Measured(timelines[0], timelines[1:], _offloadable(runner, movable))
 
@@ -120,7 +137,8 @@ def _offloadable(runner: StepRunner, movable: Mapping[int, list[MovableBytes]]) 
 
 def _agree_on_steps(runner: StepRunner, steps: int) -> None:
     """Raises `InputError` on every rank if any of them has no valid number of steps, or a different one, or cannot recompute."""
-    faults = runner.gather((steps if WHOLE.accepts(steps) else shown(steps), runner.fault_in_levels()), "comparing how to profile")
+    fault = runner.stages.recompute_fault() if runner.stages.levels.measured else ""
+    faults = runner.gather((steps if WHOLE.accepts(steps) else shown(steps), fault), "comparing how to profile")
     from_all = [count for count, _ in faults]
     wrong = [count for count in from_all if not (WHOLE.accepts(count) and count >= 1)]
     if wrong:
@@ -137,12 +155,12 @@ def _agree_on_steps(runner: StepRunner, steps: int) -> None:
 def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
     """Returns how each stage splits its backward pass; see `Pipeline.describe`."""
     runner.settle()
-    compiled = runner.choose(None)
+    compiled = choose(runner, None)
     with runner.activity("while describing the split"):
-        with runner.preserve_state():
+        with _preserving(runner):
             for stage in compiled.stages.values():
                 stage.splitter.count()
-            runner.train_without_hooks(compiled, given)
+            train_without_hooks(runner, compiled, given)
         reports = [_with_sums(runner, stage) for stage in compiled.stages.values()]
         from_all = runner.gather(list(map(astuple, reports)), "describing the split")
     found = {report.stage: report for reports in reversed(from_all) for report in starmap(SplitReport, reports)}
@@ -165,11 +183,11 @@ def profile_layers(runner: StepRunner, given: StepInputs, steps: int, progress: 
     parts = {stage: module.model_parts() for stage, module in _alone(runner).items() if isinstance(module, HasModelParts)}
     costs = profile(runner, given, steps, progress)
     calls: dict[int, Calls] = {stage: {} for stage in parts}
-    with runner.activity("while profiling layers"), runner.preserve_state():
+    with runner.activity("while profiling layers"), _preserving(runner):
         with ExitStack() as stack:
             for stage, module in _alone(runner).items():
                 stack.enter_context(recording_calls(module, parts[stage], calls[stage]))
-            runner.train_without_hooks(runner.choose(None), given)
+            train_without_hooks(runner, choose(runner, None), given)
         measured = [(stage, _layers(runner, stage, parts[stage], calls[stage], steps, costs)) for stage in parts]
     from_all = runner.gather([(stage, [asdict(layer) for layer in layers]) for stage, layers in measured], "profiling layers")
     found = {stage: layers for of_rank in reversed(from_all) for stage, layers in of_rank}
@@ -184,7 +202,7 @@ def _alone(runner: StepRunner) -> dict[int, nn.Module]:
 def _refuse_own_stages(runner: StepRunner) -> None:
     """Raises `InputError` on every rank if any of them has a stage whose parts are unknown."""
     own = [stage for stage, module in _alone(runner).items() if not isinstance(module, HasModelParts)]
-    traced = [index for index, stage in runner.choose(None).stages.items() if stage.splitter.is_traced]
+    traced = [index for index, stage in choose(runner, None).stages.items() if stage.splitter.is_traced]
     from_all, all_traced = map(sorted, map(chain.from_iterable, zip(*runner.gather((own, traced), "comparing layers"), strict=True)))
     if all_traced:
         message = "stage {stage} runs as a graph, in which the layers have no times of their own"
