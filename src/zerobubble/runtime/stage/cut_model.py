@@ -85,7 +85,8 @@ class CutModel:
         self._rank = rank
         self._loss = loss_module(loss_fn)
         self._references = {ref for module in modules.values() for ref in _CUT_FROM.get(stage_alone(module), ())}
-        self._is_released = False
+        self.is_released = False
+        """Whether the tensors that only other ranks train are released."""
         self._released_twins: list[_Twin] = []
         self._is_guarded = self._was_guarded = False
         self._watched: _Watched | None = None
@@ -118,9 +119,9 @@ class CutModel:
 
     def release(self) -> None:
         """Releases the tensors that only other ranks train, and their gradients."""
-        if self._is_released:
+        if self.is_released:
             return
-        self._is_released = True
+        self.is_released = True
         twins = [twin for model in self.models for twin in _twins(model)]
         for name, tensor in self._of_others():
             if not is_released(tensor):
@@ -137,7 +138,7 @@ class CutModel:
 
     def refuse_attributes(self) -> None:
         """Refuses reads of attributes that forwards have set on other ranks, if the tensors are released."""
-        if self._is_released:
+        if self.is_released:
             self._attributes.refuse()
 
     def _of_others(self) -> Iterator[tuple[str, Tensor]]:
@@ -158,12 +159,7 @@ class CutModel:
     @property
     def is_whole(self) -> bool:
         """Whether there is a model, and nothing of it is released."""
-        return bool(self._references or self._loss is not None) and not self._is_released
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the tensors that only other ranks train are released."""
-        return self._is_released
+        return bool(self._references or self._loss is not None) and not self.is_released
 
     def watch(self, trained: Sequence[Tensor] | None = None) -> None:
         """Remembers some values of parameters: after a training step, of those `trained` on this rank; otherwise, of the whole model."""
@@ -233,7 +229,7 @@ class CutModel:
 
     def was_gathered(self) -> bool:
         """Notes that the model has trained values until `release` is called again. Returns whether it was released."""
-        was_released, self._is_released = self._is_released, False
+        was_released, self.is_released = self.is_released, False
         self._was_guarded, self._is_guarded = self._is_guarded, False
         for _, tensor in self.tensors():  # a change of this rank's parameters comes before the same change of others
             unguard(tensor)
@@ -270,19 +266,13 @@ class CutModel:
             "from the model's forward",
         )
 
-    def _is_of_other_pipeline(self, name: str) -> bool:
-        """Returns whether a stage of another open pipeline has this tensor on this rank, as for an encoder of two models."""
-        tensor = next((tensor for own, tensor in self.tensors() if own == name), None)
-        others = (held.tensor for model in list(_open) if model is not self for held in model.of_stages().values())
-        return tensor is not None and any(held is tensor for held in others)
-
     def _error(self, name: str, what: str) -> InputError:
         if self._refuse_read is not None:
             return self._refuse_read(name)
         gathers = f"{self.remedy}use the model inside `with zb.gathered(model):`, which all ranks enter, before the pipeline is closed"
         if _is_in_optimizer():
             gathers = f"make the optimizer of {self.pipe}.parameters(), the parameters of this rank"
-        if self._is_of_other_pipeline(name):
+        if _is_of_other_pipeline(self, name):
             gathers = "another pipeline trains it on this rank: cut both models by cuts= of zb.split, so that it is on one rank"
         remedy = self.instead or gathers
         if what == "gradient":
@@ -298,6 +288,13 @@ class CutModel:
             stages=named("stage", sorted(self._modules)),
             remedy=remedy,
         )
+
+
+def _is_of_other_pipeline(model: CutModel, name: str) -> bool:
+    """Returns whether a stage of another open pipeline has this tensor on this rank, as for an encoder of two models."""
+    tensor = next((tensor for own, tensor in model.tensors() if own == name), None)
+    others = (held.tensor for other in list(_open) if other is not model for held in other.of_stages().values())
+    return tensor is not None and any(held is tensor for held in others)
 
 
 def _is_in_optimizer() -> bool:

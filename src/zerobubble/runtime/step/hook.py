@@ -291,9 +291,10 @@ class StepHooks:
         self._step = step
         self._stages_under_way = set(stages)
         self._gradients_are_used = False
-        self._call_all("on_step_begin", step)
+        self.call_all("on_step_begin", step)
 
-    def _call_all(self, method: str, *args: Any) -> None:
+    def call_all(self, method: str, *args: Any) -> None:
+        """Calls `method` of every hook, in order."""
         for hook in self._hooks:
             with self._activity(f"in {method} of {type(hook).__name__}"):
                 getattr(hook, method)(*args)
@@ -377,15 +378,7 @@ class StepHooks:
         """Notifies hooks that gradients are about to be used, unless that has happened since the last step."""
         if not self._gradients_are_used:
             self._gradients_are_used = True
-            self._call_all("before_optimizer")
-
-    def settle(self) -> None:
-        """Makes everything final that hooks have left pending."""
-        self._call_all("settle")
-
-    def before_close(self) -> None:
-        """Finishes what involves other ranks."""
-        self._call_all("before_close")
+            self.call_all("before_optimizer")
 
     def close(self) -> None:
         """Closes every hook, whatever one of them raises; then raises it."""

@@ -199,7 +199,7 @@ class StepRunner:
         In a closed pipeline nothing is pending.
         """
         if self.guard.closed is None:
-            self.step_hooks.settle()
+            self.step_hooks.call_all("settle")
 
     def take_over(self, num_steps: int, draws_seed: int | None) -> None:
         """Continues at this step, with this seed for the random numbers of stages; None keeps the current one."""

@@ -197,7 +197,7 @@ class Trace:
             recording = recording_checkpoints(tensors)
             with recording as checkpoint_of, answering, TraceableGroupedProducts(), within(self._autocast), collecting_losses() as added:
                 output = self._module(*positional, **named)
-            self._refuse_new_buffers(tensors[:num_owned])
+            _refuse_new_buffers(self._module, tensors[:num_owned])
             _refuse_new_hooks(tensors[: self._owned_counts.parameters])
         self.values = answering.guard()
         mode = get_proxy_mode()
@@ -216,12 +216,6 @@ class Trace:
         """Returns the positions of tensors whose values may be read before each forward: buffers and inputs that do not require grad."""
         first = self._owned_counts.parameters
         return [i for i, tensor in enumerate(self._given[first:], first) if not tensor.requires_grad]
-
-    def _refuse_new_buffers(self, given: Iterable[Tensor]) -> None:
-        known = set(given)
-        for name, buffer in self._module.named_buffers():
-            if buffer not in known:
-                raise InputError("its forward puts a new tensor in buffer {name} (change it in place)", name=name)
 
     def _divide(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partitions a joint graph into the forward and the backward graph."""
@@ -304,6 +298,13 @@ class Trace:
                 graph, examples, self._owned_counts, self._weight_only, self._make_part, self._defer_work, has_symbols=True
             )
         self.symbols.finish()
+
+
+def _refuse_new_buffers(module: nn.Module, given: Iterable[Tensor]) -> None:
+    known = set(given)
+    for name, buffer in module.named_buffers():
+        if buffer not in known:
+            raise InputError("its forward puts a new tensor in buffer {name} (change it in place)", name=name)
 
 
 def _refuse_new_hooks(parameters: Iterable[Tensor]) -> None:
