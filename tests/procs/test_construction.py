@@ -36,7 +36,7 @@ from tests.procs.random_signals.outside import is_locked, is_torn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import Moment, judge_all, kill, replaced, stop, struck
 from tests.refusals import states
-from zerobubble.runtime import session
+from zerobubble.runtime import agreement, session
 from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.transport import choice, rendezvous
@@ -182,8 +182,8 @@ def test_an_interrupt_while_meeting_is_reported_to_the_others(world: Ranks) -> N
 def of_other_versions(group: Any, what: str, other: str) -> str:
     mine = {**versions(), what: other} if dist.get_rank(group) == 1 else versions()
     with ExitStack() as stack:
-        stack.enter_context(replaced(session, "versions", lambda: mine))
-        stack.enter_context(replaced(choice, "versions", lambda: mine))
+        for module in (session, agreement, choice):
+            stack.enter_context(replaced(module, "versions", lambda: mine))
         return construct(group).text
 
 

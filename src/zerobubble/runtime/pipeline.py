@@ -34,10 +34,11 @@ from zerobubble.runtime.hooks.torch_calls import refuse_calls_for_one_rank
 from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.module_calls import RefusesModuleCalls, StageModules, called_first
 from zerobubble.runtime.options import LOSS, TIMEOUT, PipelineOptions, Plays
-from zerobubble.runtime.session import Session, attach_first, connect, runner_of
+from zerobubble.runtime.session import Session, connect
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.runtime.stage.rank_stages import Build
+from zerobubble.runtime.starting import attach_first, runner_of
 from zerobubble.runtime.step import profiling
 from zerobubble.runtime.step.batch import OUTPUTS, BatchDims, StepInputs, join_outputs
 from zerobubble.runtime.step.captured_step import WITHOUT_STEP
@@ -616,8 +617,8 @@ class Pipeline(RefusesModuleCalls):
             try:
                 with self._session.guard.during("while closing the pipeline"):
                     is_refused = False
-                    self._steps.step_hooks.settle()
-                    self._steps.step_hooks.before_close()
+                    self._steps.step_hooks.call_all("settle")
+                    self._steps.step_hooks.call_all("before_close")
             except InputError as error:
                 if not is_refused:  # otherwise another thread uses the pipeline, and continues
                     self._session.guard.close_after(error, CLOSED)

@@ -11,7 +11,7 @@ The life of a pipeline, on each rank. All ranks take the same arrows; on a failu
 | state | what a rank does | entered by | left by |
 |---|---|---|---|
 | rendezvous | meets the other ranks in the store | `transport.rendezvous` | all records written, or a fault: then no rank has a pipeline |
-| build | builds its own stages, alone | `session._build` | a fault is kept, not raised: the other ranks wait for it in `agree` |
+| build | builds its own stages, alone | `setup.build_stages` | a fault is kept, not raised: the other ranks wait for it in `agree` |
 | agree | compares arguments and models with all ranks | `setup_ranks.SetupRanks.agree` | one `InputError` on every rank, or none |
 | connect | opens channels, broadcasts shared parameters | `Transport.open` | all channels open |
 | idle | runs user code; its threads answer the other ranks | exit of `FailureContext` | a call, or `close` |
