@@ -34,7 +34,7 @@ from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import Dataflow
 from zerobubble.models.observation.drawn_around import REMEDY
 from zerobubble.models.observation.example import Arguments, arguments_of, own_example
-from zerobubble.models.observation.following import Snapshot
+from zerobubble.models.observation.following import ModuleSnapshot
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.operations import parameters_of
 from zerobubble.models.observation.units import Units, blocks_around, find_units
@@ -78,7 +78,7 @@ class ModelSplit:
     ) -> None:
         self._make_again = partial(ModelSplit, source, example, cuts, memory, inside_blocks=inside_blocks)
         self._source = ModelSource.from_given(source)
-        self._state = [Snapshot(module, contents=True) for module in self._modules_of_user()]
+        self._state = [ModuleSnapshot(module, contents=True) for module in self._modules_of_user()]
         self._units = find_units(self._model)
         self._blocks = self._units.layers
         self._arguments = self._looked_at_with(example)
@@ -134,14 +134,14 @@ class ModelSplit:
         `first_parts` are the first parts of a plan's stages, used if the user gave no cuts. What runs on every stage of a given model is
         moved to `device`. Called by `Pipeline`.
         """
-        made = copy.copy(self)
-        made._renew_if_changed()
-        made._device = None if device is None else torch.device(device)
-        made._schedule, made._cuts, made._proofs, made._layers = schedule, {}, {}, dict(made._layers)
+        split = copy.copy(self)
+        split._renew_if_changed()
+        split._device = None if device is None else torch.device(device)
+        split._schedule, split._cuts, split._proofs, split._layers = schedule, {}, {}, dict(split._layers)
         if self._by_hand is None and first_parts:
-            made._by_hand = made._opened_for(tuple(first_parts))
-            made._fine, made._layers = (made._units, made._flow), {}
-        return made
+            split._by_hand = split._opened_for(tuple(first_parts))
+            split._fine, split._layers = (split._units, split._flow), {}
+        return split
 
     def _modules_of_user(self) -> list[nn.Module]:
         """Returns the modules that the user may change: those of a given model."""
@@ -187,14 +187,14 @@ class ModelSplit:
         return units, self._look(ObservedModel(self._model, units))
 
     def _looked_at_with(self, example: Any) -> Arguments:
-        found = own_example(self._model) if example is None else example
-        if found is None:
+        inputs = own_example(self._model) if example is None else example
+        if inputs is None:
             raise InputError(
                 "{model} has no example of its arguments",
                 model=type(self._model).__name__,
                 remedy="give zb.split(model, example=...) a small batch, as in step",
             )
-        return arguments_of(found, self._model)
+        return arguments_of(inputs, self._model)
 
     def _look(self, observed: ObservedModel) -> Dataflow:
         args, kwargs = self._arguments
@@ -227,7 +227,7 @@ class ModelSplit:
             self._refuse_moved_trace(self._device)
             _move_around(model, units, self._device)
         is_alone, refuse_counts = self._is_alone(stage), self._refuse_counts if self._has_routes else None
-        made = stage_model(
+        module = stage_model(
             model,
             units,
             self._observed,
@@ -240,10 +240,10 @@ class ModelSplit:
             code_values=self._code_values,
             refuse_draws=self._refuse_draws,
         )
-        made.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
+        module.tied_in_the_model = [group for group in self._names.tied(cut) if any(holder == stage for holder, _ in group)]  # type: ignore[assignment]
         if self._source.is_given:
-            note_model(made, [self._source.untraced])
-        return made
+            note_model(module, [self._source.untraced])
+        return module
 
     def _is_alone(self, stage: int) -> bool:
         """Returns whether no rank has another stage next to this one. Without a schedule, each rank has one."""
@@ -329,18 +329,18 @@ class ModelSplit:
             return
         try:
             refuse_lost(self._source.untraced, self._arguments)
-            found = self._source.traced(self._arguments, num_stages)
-            if sum(parameter.numel() for parameter in found.model.parameters()) <= MOST_PROVED:
-                whole = found.with_numbers([name for name, _ in found.model.named_parameters()])
-                refuse_other_numbers(whole, found.as_it_is_cut(whole), self._arguments)
+            traced = self._source.traced(self._arguments, num_stages)
+            if sum(parameter.numel() for parameter in traced.model.parameters()) <= MOST_PROVED:
+                whole = traced.with_numbers([name for name, _ in traced.model.named_parameters()])
+                refuse_other_numbers(whole, traced.as_it_is_cut(whole), self._arguments)
         except InputError as error:
             self._untraced = f", and {error}"
             return
-        self._source, self._opened = found, None
+        self._source, self._opened = traced, None
         self._layers = {}
         self._open(())
         self._fine = (self._units, self._flow)
-        self._code_values = CodeValues(found.untraced)
+        self._code_values = CodeValues(traced.untraced)
 
     def _inside_blocks(self) -> str:
         """Returns the maximum number of stages with cuts inside blocks, as the end of a remedy; empty if that does not help."""
@@ -440,12 +440,12 @@ class ModelSplit:
         """Adds units that the example does not call: each joins a unit that contains it too, or else the unit before it in the model."""
         stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
         holders = {part: stage for unit, stage in stage_of.items() for part in self._units.units[unit].modules()}
-        found, stage = [list(units) for units in stages], 0
+        completed, stage = [list(units) for units in stages], 0
         for unit, module in self._units.units.items():
             if unit not in stage_of:
-                found[holders.get(module, stage)].append(unit)
+                completed[holders.get(module, stage)].append(unit)
             stage = stage_of.get(unit, stage)
-        return found
+        return completed
 
     def model_facts(self, num_stages: int) -> ModelFacts:
         """Returns the facts that all ranks must share: the model, its parameters with their values, and the cut."""
@@ -461,12 +461,12 @@ class ModelSplit:
     def stages(self, num_stages: int) -> list[StageSummary]:
         """Returns a summary of each stage."""
         cut, costs, home = self.cut(num_stages), {cost.unit: cost for cost in self.costs()}, self._where(num_stages).placement.routes[0]
-        found = []
+        summaries = []
         for stage in range(num_stages):
             units = [unit for unit in costs if cut.stage_of[unit] == stage]
             flops, parameters = (sum(getattr(costs[unit], name) for unit in units) for name in ("flops", "parameters"))
-            found.append(StageSummary(units, flops, parameters, home[stage]))
-        return found
+            summaries.append(StageSummary(units, flops, parameters, home[stage]))
+        return summaries
 
     def describe(self, num_stages: int) -> str:
         """Describes the cut: a line for each stage, each tied parameter and each rank, the lower bound, and the proof."""
@@ -497,7 +497,7 @@ def _stages_of(model: nn.Module, opened: Collection[str], cut: ModelCut) -> list
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     copies = [copy_of(model, dict(parameters)) for _ in range(cut.num_stages)]
     observed = ObservedModel(model, find_units(model, opened))
-    return [stage_model(each, find_units(each, opened), observed, cut, stage) for stage, each in enumerate(copies)]
+    return [stage_model(copied, find_units(copied, opened), observed, cut, stage) for stage, copied in enumerate(copies)]
 
 
 @overload
@@ -582,14 +582,19 @@ def split(
     elif EXPORTED.accepts(model):
         example = example_of(model) if example is None else example
         model = module_of(model)
-    if memory is not None and (example is None or cuts is not None):
+    _refuse_options_of_search(memory is not None, inside_blocks, has_example=example is not None, has_cuts=cuts is not None)
+    by_hand, limit = None if cuts is None else spelled_out(cuts), None if memory is None else as_bytes(memory)
+    return ModelSplit(model, example, by_hand, limit, inside_blocks=inside_blocks)
+
+
+def _refuse_options_of_search(memory: bool, inside_blocks: bool, *, has_example: bool, has_cuts: bool) -> None:
+    """Raises `InputError` for an option that only applies to cuts that `split` searches."""
+    if memory and (not has_example or has_cuts):
         raise InputError(
             "zb.split: memory is for cuts that it chooses, from the activations of an example with the size of a microbatch",
             remedy="give example=..., and no cuts",
         )
-    if inside_blocks and cuts is not None:
+    if inside_blocks and has_cuts:
         raise InputError(
             "zb.split: inside_blocks is for cuts that it chooses; cuts by name may be inside of blocks anyway", remedy="leave it out"
         )
-    by_hand, limit = None if cuts is None else spelled_out(cuts), None if memory is None else as_bytes(memory)
-    return ModelSplit(model, example, by_hand, limit, inside_blocks=inside_blocks)

@@ -22,8 +22,8 @@ from zerobubble.models.observation.stand_in import Current, StandIn, not_of_the_
 from zerobubble.models.observation.units import join
 
 
-def show_all_parameters(made: nn.Module, model: nn.Module, around: Collection[str], current: Current) -> None:
-    """Makes the modules of `made` with names in `around` list all parameters they have in `model`, while `current` runs a forward."""
+def show_all_parameters(copy: nn.Module, model: nn.Module, around: Collection[str], current: Current) -> None:
+    """Makes the modules of `copy` named in `around` list all their parameters in `model` while `current` runs a forward."""
     every = list(model.named_parameters(remove_duplicate=False))
     for name in around:
         prefix, first_names = f"{name}." if name else "", dict[int, str]()
@@ -32,7 +32,7 @@ def show_all_parameters(made: nn.Module, model: nn.Module, around: Collection[st
                 first_names.setdefault(id(parameter), full)
         names = set(first_names.values())
         blanks = _Placeholders(model.get_submodule(name), [full.removeprefix(prefix) for full, _ in every if full in names])
-        part = made.get_submodule(name)
+        part = copy.get_submodule(name)
         part.__dict__["named_parameters"] = partial(_named_parameters, part, blanks, current)
 
 
@@ -54,8 +54,8 @@ class _Placeholders:
         like = self._model.get_parameter(name)
         form = like.shape, like.dtype, like.device
         if name not in self._made or self._made[name][0] != (*form, like.requires_grad):
-            made = nn.Parameter(placeholder_of(*form), requires_grad=like.requires_grad)
-            self._made[name] = (*form, like.requires_grad), made
+            placeholder = nn.Parameter(placeholder_of(*form), requires_grad=like.requires_grad)
+            self._made[name] = (*form, like.requires_grad), placeholder
         return self._made[name][1]
 
 
@@ -67,12 +67,12 @@ def _named_parameters(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    own = type(part).named_parameters
+    iterate = type(part).named_parameters
     if not hasattr(current, "forward"):
-        yield from own(part, prefix, recurse, remove_duplicate)
+        yield from iterate(part, prefix, recurse, remove_duplicate)
         return
     with not_of_the_model(current):
-        held = dict(own(part, remove_duplicate=False))
+        held = dict(iterate(part, remove_duplicate=False))
     for name in blanks:
         if recurse or "." not in name:
             yield join(prefix, name), held[name] if name in held else blanks[name]

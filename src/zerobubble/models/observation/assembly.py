@@ -47,75 +47,72 @@ class _Assembly:
         self._follower = follower
         self._refuses_hooks = {"", *units.block_of.values()}
         self.whole = self.make("", model)
-        for given in list(self.made):
-            if given not in self._names:
-                self.lead_to(given, given.__dict__)
+        for module in list(self.made):
+            if module not in self._names:
+                self.lead_to(module, module.__dict__)
 
-    def make(self, name: str, given: nn.Module) -> nn.Module:
+    def make(self, name: str, module: nn.Module) -> nn.Module:
         """Returns the copy of the module of this name."""
-        if given not in self.made:
-            if given in self._names:
-                self.made[given] = self._make_unit(self._names[given], given)
+        if module not in self.made:
+            if module in self._names:
+                self.made[module] = self._make_unit(self._names[module], module)
             elif name in self._units.around:
-                self.made[given] = self._around(name, given)
+                self.made[module] = self._around(name, module)
             else:
-                self.made[given] = self.copied(name, given)
-        return self.made[given]
+                self.made[module] = self.copied(name, module)
+        return self.made[module]
 
     def is_shared(self, module: nn.Module | None) -> bool:
         """Returns whether `module` is a part or around parts, or would be one."""
-        return module is not None and (module in self._names or belongs_somewhere(module) or self._is_around(module))
+        return module is not None and (belongs_somewhere(module) or any(part in self._names for part in module.modules()))
 
-    def _is_around(self, module: nn.Module) -> bool:
-        return any(part in self._names for part in module.modules())
-
-    def _around(self, name: str, given: nn.Module) -> nn.Module:
-        copied = shallow(given)
-        copied._modules = {child: None if part is None else self.make(join(name, child), part) for child, part in given._modules.items()}
-        copied._buffers = {own: _cloned(buffer) for own, buffer in given._buffers.items()}
+    def _around(self, name: str, module: nn.Module) -> nn.Module:
+        copied = shallow(module)
+        copied._modules = {child: None if part is None else self.make(join(name, child), part) for child, part in module._modules.items()}
+        copied._buffers = {attribute: _cloned(buffer) for attribute, buffer in module._buffers.items()}
         copied._parameters = {}
-        for own, parameter in given._parameters.items():
-            place(copied, own, parameter if parameter is None else self.make_parameter(join(name, own), parameter))
+        for attribute, parameter in module._parameters.items():
+            place(copied, attribute, parameter if parameter is None else self.make_parameter(join(name, attribute), parameter))
         if self._follower is not None:
             separate: set[str] = set()
-            followed = _AroundUnits(self, name, given, copied, separate, refuses_hooks=name in self._refuses_hooks)
-            self._follower.add(name, given, followed, copied, separate, contents=False)
+            followed = _AroundUnits(self, name, module, copied, separate, refuses_hooks=name in self._refuses_hooks)
+            self._follower.add(name, module, followed, copied, separate, contents=False)
         return copied
 
-    def copied(self, name: str, given: nn.Module) -> nn.Module:
+    def copied(self, name: str, original: nn.Module) -> nn.Module:
         """Returns a deep copy of a module without parameters; in a stage, the module itself if a forward was replaced on the instance.
 
         Such a forward may call the module by a reference, and so would not run the copy.
         """
-        if self._follower is not None and any("forward" in part.__dict__ for part in given.modules()):
-            return given
-        memo: dict[int, Any] = generators_in(given)
-        found = copy_of(given, memo)
-        for path, module in given.named_modules(prefix=name) if self._follower is not None else ():
+        if self._follower is not None and any("forward" in part.__dict__ for part in original.modules()):
+            return original
+        memo: dict[int, Any] = generators_in(original)
+        copied = copy_of(original, memo)
+        for path, module in original.named_modules(prefix=name) if self._follower is not None else ():
             assert self._follower is not None
-            made = memo[id(module)]
-            self._follower.add(path, module, _WithoutParameters(self, path, module, made), made, contents=True)
-        return found
+            copy = memo[id(module)]
+            self._follower.add(path, module, _WithoutParameters(self, path, module, copy), copy, contents=True)
+        return copied
 
-    def lead_to(self, given: nn.Module, names: Iterable[str]) -> None:
-        """Sets these plain attributes of a copy to those of `given`, with each module replaced by its copy."""
-        copied = self.made[given]
+    def lead_to(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Copies these plain attributes of `module` to its copy, with each module in them replaced by its copy."""
+        copied = self.made[module]
         for name in names:
             if name not in ("_modules", "_parameters", "_buffers") and name in copied.__dict__:
                 copied.__dict__[name] = _with_made(self.made, copied.__dict__[name])
 
 
 class _AroundUnits:
-    """The copy of a module around the units, which shares plain attributes with the module, except the `own` ones, which it copies."""
+    """The copy of a module around the units, which shares plain attributes with the module, except the `separate` ones, which it copies."""
 
     def __init__(
-        self, assembly: _Assembly, name: str, module: nn.Module, copy: nn.Module, own: Collection[str], *, refuses_hooks: bool
+        self, assembly: _Assembly, name: str, module: nn.Module, copy: nn.Module, separate: Collection[str], *, refuses_hooks: bool
     ) -> None:
         self._assembly = assembly
         self._name = name
         self._module = module
         self._copy = copy
-        self._own = own
+        self._separate = separate
         self._refused_hooks = (*FORWARD_HOOKS, *BACKWARD_HOOKS) if refuses_hooks else ("_backward_hooks",)
 
     def fault(self, changes: Changes) -> str:
@@ -128,11 +125,12 @@ class _AroundUnits:
         return ", ".join(filter(None, faults))
 
     def _held(self, name: str) -> nn.Parameter | None:
-        """Returns the new value of a parameter, None if it came or went."""
+        """Returns the new value of a parameter, None for an added or removed parameter."""
         return self._module._parameters.get(name) if name in self._copy._parameters or name in self._copy.__dict__ else None
 
     def _is_structural(self, name: str) -> bool:
-        before = {child: part for part, made in self._assembly.made.items() for child, own in self._copy._modules.items() if own is made}
+        module_of = {copy: module for module, copy in self._assembly.made.items()}
+        before = {child: module_of.get(copy) for child, copy in self._copy._modules.items() if copy is not None}
         return any(map(self._assembly.is_shared, (before.get(name), self._module._modules.get(name))))
 
     def follow(self, changes: Changes) -> None:
@@ -149,7 +147,7 @@ class _AroundUnits:
             self._copy.__dict__.pop(name, None)
             if name in self._module.__dict__:
                 value = self._module.__dict__[name]
-                self._copy.__dict__[name] = copy_of(value) if name in self._own else value
+                self._copy.__dict__[name] = copy_of(value) if name in self._separate else value
         self._assembly.lead_to(self._module, changes.attributes)
 
 
@@ -199,10 +197,10 @@ def follow_children(copy: nn.Module, module: nn.Module, changes: Changes, make: 
 _OWN = "_zb_own"
 
 
-def with_own(kind: type[nn.Module], own: dict[str, Any]) -> type[nn.Module]:
-    """Returns a class of the name of `kind`, derived from it, with the members `own` in addition."""
+def with_own(kind: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+    """Returns a subclass of `kind` with the same name and these additional members."""
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {**own, **named, _OWN: own})
+    return type(kind.__name__, (kind,), {**members, **named, _OWN: members})
 
 
 def own_class(module: nn.Module) -> Any:
@@ -217,28 +215,28 @@ def kind_fault(copy: nn.Module, module: nn.Module, changes: Changes) -> str:
 
 
 def follow_kind(copy: nn.Module, module: nn.Module) -> None:
-    """Gives a copy the class of `module`, with the own members of the class of the copy."""
-    own = vars(type(copy)).get(_OWN)
-    copy.__class__ = type(module) if own is None else with_own(type(module), own)
+    """Gives a copy the class of `module`, and keeps the additional members of the copy's class."""
+    members = vars(type(copy)).get(_OWN)
+    copy.__class__ = type(module) if members is None else with_own(type(module), members)
 
 
 def _cloned(buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else values_of(buffer)
 
 
-def _with_made(made: Mapping[nn.Module, nn.Module], value: Any, depth: int = 3) -> Any:
+def _with_made(copies: Mapping[nn.Module, nn.Module], value: Any, depth: int = 3) -> Any:
     """Returns `value` with each module replaced by its copy, or `value` itself if it contains no module."""
     if isinstance(value, nn.Module):
-        return made.get(value, value)
+        return copies.get(value, value)
     if isinstance(value, MethodType):
-        owner = _with_made(made, value.__self__)
+        owner = _with_made(copies, value.__self__)
         return value if owner is value.__self__ else MethodType(value.__func__, owner)
     if depth and type(value) in (dict, OrderedDict):
-        items = {key: _with_made(made, item, depth - 1) for key, item in value.items()}
+        items = {key: _with_made(copies, item, depth - 1) for key, item in value.items()}
         return value if all(items[key] is value[key] for key in items) else type(value)(items)
     if depth and type(value) in (list, tuple):
-        found = [_with_made(made, item, depth - 1) for item in value]
-        return value if all(map(is_, found, value)) else type(value)(found)
+        replaced = [_with_made(copies, item, depth - 1) for item in value]
+        return value if all(map(is_, replaced, value)) else type(value)(replaced)
     return value
 
 
@@ -247,11 +245,11 @@ def give_tensors(stand_in: nn.Module, name: str, unit: nn.Module, make_parameter
 
     Buffers are aliases, because those of the unit are released when another rank has trained it.
     """
-    for own, parameter in unit._parameters.items():
+    for attribute, parameter in unit._parameters.items():
         if parameter is not None:
-            place(stand_in, own, make_parameter(join(name, own), parameter))
-    for own, buffer in unit._buffers.items():
-        place(stand_in, own, buffer if buffer is None or is_released(buffer) else buffer.detach())
+            place(stand_in, attribute, make_parameter(join(name, attribute), parameter))
+    for attribute, buffer in unit._buffers.items():
+        place(stand_in, attribute, buffer if buffer is None or is_released(buffer) else buffer.detach())
 
 
 def place(module: nn.Module, name: str, tensor: Tensor | None) -> None:
@@ -264,11 +262,11 @@ def place(module: nn.Module, name: str, tensor: Tensor | None) -> None:
 
 def shallow(module: nn.Module) -> nn.Module:
     """Returns a shallow copy of a module with its own dicts of submodules, parameters, buffers and hooks."""
-    made: nn.Module = object.__new__(type(module))  # not copy.copy, which pickles modules with parametrizations, and they refuse
-    made.__dict__.update(module.__dict__)
+    copied: nn.Module = object.__new__(type(module))  # not copy.copy, which pickles modules with parametrizations, and they refuse
+    copied.__dict__.update(module.__dict__)
     # An observed model and a released one have bound versions, which refer to their own modules.
     for name in ("named_parameters", "named_modules", "_apply"):
-        made.__dict__.pop(name, None)
+        copied.__dict__.pop(name, None)
     for name in ("_modules", "_parameters", "_buffers", *FORWARD_HOOKS, "_load_state_dict_pre_hooks"):
-        made.__dict__[name] = module.__dict__[name].copy()
-    return made
+        copied.__dict__[name] = module.__dict__[name].copy()
+    return copied

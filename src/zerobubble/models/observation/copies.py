@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar
@@ -28,12 +28,12 @@ def copy_of(value: Value, others: dict[int, Any] | None = None) -> Value:
     tensors. It also refuses tensors of compressed sparse layouts.
     """
     with _WithoutGradients():
-        made: Value = _deep(value, {} if others is None else others)
-        return made
+        copied: Value = _deep(value, {} if others is None else others)
+        return copied
 
 
 def other_tensors(module: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[int, Any]:
-    """Returns replacements of the parameters and buffers of `module`, and of their state, by the id of each: the memo of a deep copy.
+    """Returns a memo for a deep copy: replacements of the parameters and buffers of `module`, and of their state, by id.
 
     `like` returns a tensor in other memory for a plain tensor or a DTensor. Parameters stay parameters, and require no grad. A stateful
     tensor keeps its class and its attributes. Raises `InputError` for a stateful tensor that cannot be taken apart.
@@ -46,13 +46,19 @@ def other_tensors(module: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[i
             other = _stateful_like(tensor, like, f"{path}.{name}".strip(".")) if id(tensor) in stateful else like(tensor)
             memo[id(tensor)] = nn.Parameter(other, requires_grad=False) if _needs_wrapping(tensor, other) else other
         memo |= {id(tensor): like(tensor) for _, tensor in state_of(part) if id(tensor) not in memo}
-    elsewhere = {id(part): part for tensor in stateful.values() for part in tensor.__dict__.values() if isinstance(part, nn.Module)}
-    memo |= {key: part for key, part in elsewhere.items() if part not in set(module.modules())}
+    inside = set(module.modules())
+    values = [value for tensor in stateful.values() for value in tensor.__dict__.values()]
+    memo |= {id(value): value for value in values if isinstance(value, nn.Module) and value not in inside}
+    _copy_attributes(stateful, memo)
+    return memo
+
+
+def _copy_attributes(stateful: Mapping[int, Tensor], memo: dict[int, Any]) -> None:
+    """Copies the attributes of stateful tensors, given by id, to their replacements in `memo`."""
     for key, tensor in stateful.items():
         for name, value in tensor.__dict__.items():
             if not type(value).__module__.startswith("zerobubble."):  # ours, such as the note that a tensor is released
                 memo[key].__dict__[name] = copy_of(value, memo)  # one by one: the memo knows objects by id, so they must stay alive
-    return memo
 
 
 def _needs_wrapping(tensor: Tensor, other: Tensor) -> bool:
@@ -65,10 +71,11 @@ def _stateful_like(tensor: Tensor, like: Callable[[Tensor], Tensor], name: str) 
     if not is_wrapper(tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor._make_subclass(kind, like(tensor.detach()), False)
-    inner = {part: _stateful_like(each, like, name) if is_wrapper(each) else like(each) for part, each in parts_of_wrapper(tensor).items()}
+    parts = parts_of_wrapper(tensor).items()
+    inner = {part: _stateful_like(value, like, name) if is_wrapper(value) else like(value) for part, value in parts}
     context, flat = tensor.__tensor_flatten__()[1], kind.__tensor_unflatten__  # type: ignore[attr-defined]
-    made: Tensor = flat(inner, context, tensor.shape, tensor.stride())
-    return made
+    wrapper: Tensor = flat(inner, context, tensor.shape, tensor.stride())
+    return wrapper
 
 
 _COMPILED = frozenset({"_compiled_call_impl"})
@@ -86,16 +93,16 @@ def _deep(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if kind in (dict, OrderedDict):
-        made = memo[id(value)] = kind()
-        made.update((_deep(key, memo), _deep(each, memo)) for key, each in value.items())
+        copied = memo[id(value)] = kind()
+        copied.update((_deep(key, memo), _deep(item, memo)) for key, item in value.items())
     elif isinstance(value, nn.Module) and _is_copied_as_others(kind):
-        made = memo[id(value)] = object.__new__(kind)
-        made.__dict__.update((name, _deep(each, memo)) for name, each in value.__dict__.items() if name not in _COMPILED)
+        copied = memo[id(value)] = object.__new__(kind)
+        copied.__dict__.update((name, _deep(attribute, memo)) for name, attribute in value.__dict__.items() if name not in _COMPILED)
     elif isinstance(value, Tensor) and is_old(value):
-        made = memo[id(value)] = values_of(value)
+        copied = memo[id(value)] = values_of(value)
     else:
-        made = _with_handles(value, memo)
-    return made
+        copied = _with_handles(value, memo)
+    return copied
 
 
 def _with_handles(value: Any, memo: dict[int, Any]) -> Any:
@@ -123,7 +130,7 @@ def _handle_of(error: TypeError) -> Any:
 @cache
 def _is_copied_as_others(kind: type[nn.Module]) -> bool:
     """Returns whether a module class has no custom copy methods."""
-    has_slots = any(getattr(each, "__slots__", ()) for each in kind.__mro__)
+    has_slots = any(getattr(base, "__slots__", ()) for base in kind.__mro__)
     return not has_slots and all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _HOW_TO_COPY)
 
 

@@ -59,8 +59,8 @@ def equivalents_of(units: Mapping[str, nn.Module]) -> dict[str, EquivalentUnits]
     groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
     for name, unit in units.items():
         groups[_structure(unit)][name] = unit
-    found = {structure: EquivalentUnits(group) for structure, group in groups.items()}
-    return {name: found[structure] for structure, group in groups.items() for name in group}
+    equivalents = {structure: EquivalentUnits(group) for structure, group in groups.items()}
+    return {name: equivalents[structure] for structure, group in groups.items() for name in group}
 
 
 class ResultCache(Generic[Found]):
@@ -74,15 +74,15 @@ class ResultCache(Generic[Found]):
 
     def find(self, name: str, key: Hashable) -> Found | None:
         """Returns the cached result for unit `name` and this key."""
-        own = self._alike.values.get(name, frozenset())
-        return next((found for values, found in self._found.get(key, ()) if values <= own), None)
+        present = self._alike.values.get(name, frozenset())
+        return next((result for values, result in self._found.get(key, ()) if values <= present), None)
 
-    def keep(self, name: str, key: Hashable, found: Found, read: Collection[Place] | None) -> None:
+    def keep(self, name: str, key: Hashable, result: Found, read: Collection[Place] | None) -> None:
         """Caches the result of a run of unit `name` that has read these places."""
         if read is None or name not in self._alike.values:
             return
         values = frozenset((place, value) for place, value in self._alike.values[name] if place in read)
-        self._found.setdefault(key, []).append((values, found))
+        self._found.setdefault(key, []).append((values, result))
         while len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)
 
@@ -94,17 +94,17 @@ class ResultCache(Generic[Found]):
         before, places = values_of(unit, held), self._alike.places
         try:
             with _recording_reads(unit, places) as reads:
-                found = look()
+                outcome = look()
             read = reads.places
         except Exception:  # any error: code may access hidden attributes in unobserved ways, and its own errors recur in the second run
             if not places:
                 raise
             read = None
         if read is None:
-            found, read = look(), places
+            outcome, read = look(), places
         is_changed = values_of(unit) != before
         del held
-        return found, None if is_changed else frozenset(read)
+        return outcome, None if is_changed else frozenset(read)
 
 
 def _structure(unit: nn.Module) -> Hashable:
@@ -117,7 +117,7 @@ def _structure(unit: nn.Module) -> Hashable:
             type(module),
             frozenset(module.__dict__),
             tuple(module._modules),
-            tuple((own, _form(tensor, numbers)) for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items())),
+            tuple((key, _form(tensor, numbers)) for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items())),
         )
         for name, module in unit.named_modules(remove_duplicate=False)
     )
@@ -137,29 +137,29 @@ def values_of(unit: nn.Module, held: list[Any] | None = None) -> dict[Place, Has
     Opaque objects are compared by id, and added to `held`: results are comparable while these are alive.
     """
     held = [] if held is None else held
-    own = {id(module): name for name, module in unit.named_modules()}
+    names = {id(module): name for name, module in unit.named_modules()}
     held += unit.modules()
     return {
-        Place(name, attribute): _value(value, own, held, _DEEPEST)
+        Place(name, attribute): _value(value, names, held, _DEEPEST)
         for name, module in unit.named_modules()
         for attribute, value in module.__dict__.items()
         if attribute not in _STRUCTURE
     }
 
 
-def _value(value: Any, own: Mapping[int, str], held: list[Any], depth: int) -> Hashable:
+def _value(value: Any, names: Mapping[int, str], held: list[Any], depth: int) -> Hashable:
     kind = type(value)
     if kind in _PLAIN:
         return kind, repr(value) if kind in (float, complex) else value  # 0.0 == -0.0, and nan != nan
-    if id(value) in own:
-        return "module", own[id(value)]
+    if id(value) in names:
+        return "module", names[id(value)]
     if depth == 0:
         return _identity(value, held)
-    inside = functools.partial(_value, own=own, held=held, depth=depth - 1)
+    inside = functools.partial(_value, names=names, held=held, depth=depth - 1)
     if kind in (list, tuple):
         return kind, tuple(map(inside, value))
     if kind in (dict, OrderedDict):
-        return kind, tuple((inside(key), inside(each)) for key, each in value.items())
+        return kind, tuple((inside(key), inside(item)) for key, item in value.items())
     if kind in (set, frozenset):
         return kind, frozenset(map(inside, value))
     if kind is MethodType:
@@ -200,8 +200,8 @@ class _Reads:
 class _Hiding(dict[str, Any]):
     """A dict of a module without the `hidden` attributes, which records queries for them."""
 
-    def __init__(self, given: Mapping[str, Any], hidden: Mapping[str, Any], module: str, reads: _Reads) -> None:
-        super().__init__(given)
+    def __init__(self, visible: Mapping[str, Any], hidden: Mapping[str, Any], module: str, reads: _Reads) -> None:
+        super().__init__(visible)
         self._hidden, self._module, self._reads = hidden, module, reads
 
     def _ask(self, names: Iterable[object]) -> None:
@@ -281,10 +281,10 @@ def _recording_reads(unit: nn.Module, places: Collection[Place]) -> Iterator[_Re
 
 @contextmanager
 def _hidden(module: nn.Module, attributes: Collection[str], name: str, reads: _Reads) -> Iterator[None]:
-    own, parameters = module.__dict__, module._parameters
-    before, parameters_before = dict(own), dict(parameters)
-    hidden = {attribute: own[attribute] for attribute in attributes}
-    visible = {attribute: value for attribute, value in own.items() if attribute not in hidden}
+    attributes_dict, parameters = module.__dict__, module._parameters
+    before, parameters_before = dict(attributes_dict), dict(parameters)
+    hidden = {attribute: attributes_dict[attribute] for attribute in attributes}
+    visible = {attribute: value for attribute, value in attributes_dict.items() if attribute not in hidden}
     watched = _Parameters(parameters, hidden, name, reads)
     object.__setattr__(module, "__dict__", _Attributes(visible | {"_parameters": watched}, hidden, name, reads))
     was_watched = False
@@ -292,11 +292,11 @@ def _hidden(module: nn.Module, attributes: Collection[str], name: str, reads: _R
         yield
         was_watched = reads.places is not None
     finally:
-        found = dict(dict.items(module.__dict__))
-        object.__setattr__(module, "__dict__", own)
-        own.clear()
-        own.update(hidden | found if was_watched else before)
-        own["_parameters"] = parameters
+        after = dict(dict.items(module.__dict__))
+        object.__setattr__(module, "__dict__", attributes_dict)
+        attributes_dict.clear()
+        attributes_dict.update(hidden | after if was_watched else before)
+        attributes_dict["_parameters"] = parameters
         parameters.clear()
         parameters.update(dict.items(watched) if was_watched else parameters_before)
 

@@ -60,7 +60,7 @@ class Changes(NamedTuple):
         return {*self.attributes, *self.entries.get("_buffers", ())}
 
 
-class Snapshot:
+class ModuleSnapshot:
     """The state of a module at one time: its class, its attributes and the entries of its dicts.
 
     With `contents`, it includes what lists, dicts, tensors and other objects among its attributes hold, or among the attributes of these
@@ -87,7 +87,7 @@ class Snapshot:
             type(self.module) is self.kind
             and list(map(id, values.values())) == self._ids
             and all(_is_same(values[name], held) for name, held in self.dicts.items() if held or values[name])
-            and all(self._look_inside(name, values[name]) == found for name, found in self.inside.items())
+            and all(self._look_inside(name, values[name]) == contents for name, contents in self.inside.items())
             and frozen_in(self.module) == self.frozen
             and _versions(self.module) == self.versions
         )
@@ -98,7 +98,7 @@ class Snapshot:
     def _is_compound(self, name: str, value: Any) -> bool:
         return is_compound(value) or (isinstance(value, Tensor) and name in self._with_contents)
 
-    def is_named_since(self, before: Snapshot, name: str) -> bool:
+    def is_named_since(self, before: ModuleSnapshot, name: str) -> bool:
         """Returns whether all that changed inside of an attribute is None that became a string, such as a kind of loss chosen once.
 
         Every stage of a rank that runs this code sets the same string, so the object can stay one for all of them.
@@ -110,16 +110,16 @@ class Snapshot:
         is_named = [old == Identity(None) and isinstance(getattr(new, "value", None), str) for old, new in differing]
         return len(then) == len(now) and all(is_named)
 
-    def since(self, before: Snapshot) -> Changes:
+    def since(self, before: ModuleSnapshot) -> Changes:
         """Returns what has changed since the snapshot `before`."""
         attributes = [
             *_differing(before.values, self.values),
-            *(name for name, found in self.inside.items() if name in before.inside and found != before.inside[name]),
+            *(name for name, contents in self.inside.items() if name in before.inside and contents != before.inside[name]),
         ]
         entries = {name: list(_differing(before.dicts[name], now)) for name, now in self.dicts.items()}
         entries["_parameters"] += [name for name in self.frozen ^ before.frozen if name in self.dicts["_parameters"]]
         entries["_buffers"] += [name for name, version in self.versions.items() if before.versions.get(name, version) != version]
-        return Changes(self.kind is not before.kind, attributes, {name: found for name, found in entries.items() if found})
+        return Changes(self.kind is not before.kind, attributes, {name: changed for name, changed in entries.items() if changed})
 
 
 def _versions(module: nn.Module) -> dict[str, _Version | None]:
@@ -217,29 +217,29 @@ class Copy(Protocol):
 
 
 class _Followed:
-    """A module of the model, its copy, and what the module was when the copy last followed it.
+    """A module of the model, its copy, and a snapshot of the module from when the copy last followed it.
 
-    `made` is the module of the copy, or None if that sets nothing of its own. `before` is what it was before the current call. Of the
-    attributes `own`, or of all with `contents`, the copy has copies.
+    `target` is the module of the copy, or None if the copy sets no attributes itself. `before` is a snapshot of the target before the
+    current call. The target has copies of the attributes `copied`, or of all attributes with `contents`.
     """
 
-    def __init__(self, name: str, module: nn.Module, copy: Copy, made: nn.Module | None, own: set[str], *, contents: bool) -> None:
+    def __init__(self, name: str, module: nn.Module, copy: Copy, target: nn.Module | None, copied: set[str], *, contents: bool) -> None:
         self.name = name
         self.module = module
-        self._made = made
-        self._own = own
-        self._contents = contents or own
-        self._before: Snapshot | None = None
+        self._target = target
+        self._copied = copied
+        self._contents = contents or copied
+        self._before: ModuleSnapshot | None = None
         self.copy = copy
         self.snapshot = self.now()
 
     @property
     def sets(self) -> bool:
-        """Whether the copy sets attributes of its own."""
-        return self._made is not None
+        """Whether the copy sets attributes itself."""
+        return self._target is not None
 
-    def now(self) -> Snapshot:
-        return Snapshot(self.module, contents=self._contents)
+    def now(self) -> ModuleSnapshot:
+        return ModuleSnapshot(self.module, contents=self._contents)
 
     def fault(self, changes: Changes) -> str:
         fault = self.copy.fault(changes)
@@ -247,57 +247,57 @@ class _Followed:
 
     def begin(self) -> None:
         """Remembers the copy before a call."""
-        if self._made is not None and (self._before is None or not self._before.holds()):
-            self._before = Snapshot(self._made, contents=self._contents)
+        if self._target is not None and (self._before is None or not self._before.holds()):
+            self._before = ModuleSnapshot(self._target, contents=self._contents)
 
     def set_by_call(self) -> Changes | None:
-        """Returns what the call has set in the copy, besides the mode, which evaluations set; None if that is nothing."""
-        if self._made is None or self._before is None or self._before.holds():
+        """Returns the changes that the call has made to the copy, except for the mode, which evaluations set; None if there are none."""
+        if self._target is None or self._before is None or self._before.holds():
             return None
-        changes = Snapshot(self._made, contents=self._contents).since(self._before)
+        changes = ModuleSnapshot(self._target, contents=self._contents).since(self._before)
         return changes._replace(attributes=[name for name in changes.attributes if name != "training"])
 
     def stale(self) -> dict[str, Any]:
-        """Returns the attributes and buffers that the call has set in the copy so far, and that the module has otherwise or not at all."""
+        """Returns the attributes and buffers that the call has set in the copy so far, if they are missing or different in the module."""
         changes = self.set_by_call()
-        if changes is None or self._made is None:
+        if changes is None or self._target is None:
             return {}
-        names = [name for name in changes.attributes if is_data(self._made.__dict__.get(name))]
-        module, made = self.module.__dict__, self._made.__dict__
-        plain = [name for name in names if not isinstance(made.get(name), Tensor) and not is_compound(made.get(name))]
-        equal = {name for name in plain if name in module and name in made and module[name] == made[name]}
-        buffers = {name: self._made._buffers.get(name) for name in changes.entries.get("_buffers", ())}
-        return {name: made.get(name) for name in names if name not in equal} | buffers
+        names = [name for name in changes.attributes if is_data(self._target.__dict__.get(name))]
+        module, after = self.module.__dict__, self._target.__dict__
+        plain = [name for name in names if not isinstance(after.get(name), Tensor) and not is_compound(after.get(name))]
+        equal = {name for name in plain if name in module and name in after and module[name] == after[name]}
+        buffers = {name: self._target._buffers.get(name) for name in changes.entries.get("_buffers", ())}
+        return {name: after.get(name) for name in names if name not in equal} | buffers
 
     def give_back(self, changes: Changes) -> None:
         """Makes these changes of the copy in the module."""
-        assert self._made is not None
+        assert self._target is not None
         assert self._before is not None
         for name in changes.attributes:
             self._give_attribute(name)
         for name in changes.entries.get("_buffers", ()):
-            _give_buffer(self.module._buffers, self._made._buffers, name, self._before.dicts["_buffers"].get(name))
+            _give_buffer(self.module._buffers, self._target._buffers, name, self._before.dicts["_buffers"].get(name))
 
     def separate(self, names: Collection[str]) -> None:
-        """Gives the copy copies of what it shares with the module under these names."""
-        new = [name for name in names if name not in self._own and self._made is not None and name in self._made.__dict__]
+        """Replaces the objects of these names that the copy shares with the module by copies."""
+        new = [name for name in names if name not in self._copied and self._target is not None and name in self._target.__dict__]
         if self._contents is True or not new:
             return
         is_as_followed = self.snapshot.holds()
-        assert self._made is not None
-        self._made.__dict__.update({name: copy_of(self._made.__dict__[name]) for name in new})
-        self._own.update(new)
+        assert self._target is not None
+        self._target.__dict__.update({name: copy_of(self._target.__dict__[name]) for name in new})
+        self._copied.update(new)
         if is_as_followed:
             self.snapshot = self.now()
 
     def _give_attribute(self, name: str) -> None:
-        assert self._made is not None
-        value = self._made.__dict__.get(name)
-        if name not in self._made.__dict__:
-            if not hasattr(self._made, name):  # not a module now
+        assert self._target is not None
+        value = self._target.__dict__.get(name)
+        if name not in self._target.__dict__:
+            if not hasattr(self._target, name):  # not a module now
                 self.module.__dict__.pop(name, None)
         elif is_data(value):
-            is_shared = name not in self._own if self._contents is not True else not (is_compound(value) or isinstance(value, Tensor))
+            is_shared = name not in self._copied if self._contents is not True else not (is_compound(value) or isinstance(value, Tensor))
             assert self._before is not None
             held = self.module.__dict__.get(name) if value is self._before.values.get(name) else None
             self.module.__dict__[name] = value if is_shared else with_contents(held, copy_of(value))
@@ -308,10 +308,10 @@ def is_data(value: Any) -> bool:
     return not (isinstance(value, (nn.Module, nn.Parameter)) or callable(value) or modules_inside(value))
 
 
-def _give_buffer(buffers: dict[str, Tensor | None], made: Mapping[str, Tensor | None], name: str, before: Tensor | None) -> None:
-    """Gives a module the buffer of this name that its copy has `made`: in place if it was changed in place."""
-    held, value = buffers.get(name), made.get(name)
-    if name not in made:
+def _give_buffer(buffers: dict[str, Tensor | None], after: Mapping[str, Tensor | None], name: str, before: Tensor | None) -> None:
+    """Gives a module the buffer of this name from its copy, in place if the copy changed it in place."""
+    held, value = buffers.get(name), after.get(name)
+    if name not in after:
         buffers.pop(name, None)
     elif value is not None and value is before and held is not None and held.shape == value.shape:
         held.copy_(value)
@@ -327,14 +327,14 @@ class Follower:
         self._followed: list[_Followed] = []
 
     def add(
-        self, name: str, module: nn.Module, copy: Copy, made: nn.Module | None = None, own: set[str] | None = None, *, contents: bool
+        self, name: str, module: nn.Module, copy: Copy, target: nn.Module | None = None, copied: set[str] | None = None, *, contents: bool
     ) -> None:
-        """Lets `copy` follow `module`, which has this name in the model. `contents` is that of its snapshots.
+        """Lets `copy` follow `module`, which has this name in the model. Snapshots of both have these `contents`.
 
-        `made` is the module of the copy, if `give_back` is to give `module` what it has set. It has copies of the attributes `own`, and of
-        all with `contents`.
+        `target` is the module of the copy, if `give_back` is to return its changes to `module`. The target has copies of the attributes
+        `copied`, and of all attributes with `contents`.
         """
-        self._followed.append(_Followed(name, module, copy, made, set() if own is None else own, contents=contents))
+        self._followed.append(_Followed(name, module, copy, target, set() if copied is None else copied, contents=contents))
 
     def separate(self, names: Mapping[str, Collection[str]]) -> None:
         """Gives copies these attributes, by module, that they have shared with the model until now."""

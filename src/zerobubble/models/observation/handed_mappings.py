@@ -45,27 +45,27 @@ class Opened(NamedTuple):
         """Returns arguments of this structure with other leaves, in new mappings."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self.structure)
         given_args, given_kwargs = self.given
-        made = tuple(_closed(value, like) for value, like in zip(args, given_args, strict=True))
-        return made, {name: _closed(kwargs[name], like) for name, like in given_kwargs.items()}
+        closed_args = tuple(_closed(value, like) for value, like in zip(args, given_args, strict=True))
+        return closed_args, {name: _closed(kwargs[name], like) for name, like in given_kwargs.items()}
 
 
 def _closed(value: Any, like: Any) -> Any:
     if not isinstance(like, UserDict):
         return value
-    made = copy.copy(like)
-    made.data = value
-    return made
+    mapping = copy.copy(like)
+    mapping.data = value
+    return mapping
 
 
 def taken_out(before: Sequence[Mapping[Any, Any]], mappings: Sequence[UserDict[Any, Any]]) -> Put:
     """Returns the entries added to `mappings` since `before`, and clears the mappings."""
-    found = [
+    added = [
         {key: value for key, value in mapping.items() if key not in held or held[key] is not value}
         for held, mapping in zip(before, mappings, strict=True)
     ]
     for mapping in mappings:
         mapping.data = {}
-    return found
+    return added
 
 
 def put_into(mappings: Sequence[UserDict[Any, Any]], put: Put) -> None:

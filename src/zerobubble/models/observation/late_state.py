@@ -27,29 +27,29 @@ Held = dict[str, dict[str, Any]]
 def held_in(model: nn.Module, names: Mapping[str, Set[str]]) -> Held:
     """Returns these attributes and buffers of the modules of `model`."""
     tables = {name: {**vars(module := model.get_submodule(name)), **module._buffers} for name in names}
-    return {name: {own: tables[name][own] for own in sorted(changed) if own in tables[name]} for name, changed in names.items()}
+    return {name: {key: tables[name][key] for key in sorted(changed) if key in tables[name]} for name, changed in names.items()}
 
 
 def late_state(now: Held, before: Held) -> State:
-    """Returns attributes and buffers to be sent, and which of them are the objects from before the call."""
-    return {name: {own: (value is before[name].get(own), sent(value)) for own, value in values.items()} for name, values in now.items()}
+    """Returns the attributes and buffers to send, each with a flag that is true for an object from before the call."""
+    return {name: {key: (value is before[name].get(key), sent(value)) for key, value in values.items()} for name, values in now.items()}
 
 
 def put_late_state(model: nn.Module, state: State) -> None:
     """Puts the `late_state` of the rank with the last stage into `model` on another rank."""
     for name, values in state.items():
         module = model.get_submodule(name)
-        for own, (is_same, contents) in values.items():
-            held = module._buffers if own in module._buffers else vars(module)
-            value = held.get(own)
+        for attribute, (is_same, contents) in values.items():
+            held = module._buffers if attribute in module._buffers else vars(module)
+            value = held.get(attribute)
             if contents is not None and repr(contents) == repr(sent(value)):
                 continue  # this rank runs that code, too, and its stage shares the object
             if contents is not None:
                 with suppress(UnknownObjectError):
                     new = received(contents, value)
-                    held[own] = with_contents(value, new) if is_same else new
+                    held[attribute] = with_contents(value, new) if is_same else new
             elif held is module._buffers and value is not None:
-                guard(value, partial(_refuse, join(name, own)), is_old=True)
+                guard(value, partial(_refuse, join(name, attribute)), is_old=True)
 
 
 def _refuse(name: str) -> NoReturn:

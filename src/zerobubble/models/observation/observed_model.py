@@ -34,7 +34,7 @@ from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectP
 from zerobubble.models.observation.drawn_around import DrawnAround
 from zerobubble.models.observation.equivalent_units import Place
 from zerobubble.models.observation.first_reads import recording_first_reads
-from zerobubble.models.observation.following import Follower, Snapshot, frozen_in, is_compound, modules_inside, places_in
+from zerobubble.models.observation.following import Follower, ModuleSnapshot, frozen_in, is_compound, modules_inside, places_in
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
 from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
@@ -77,7 +77,7 @@ class ObservedModel:
         self.accumulated: set[tuple[str, str]] = set()
         """The tensors and objects among them, by module and name, that another forward with the same arguments changes again."""
         self._changed_apart: dict[str, set[str]] = defaultdict(set)
-        """The names whose objects several stages of a rank would each change: all but those of `Snapshot.is_named_since`."""
+        """The names whose objects several stages of a rank would each change: all but those of `ModuleSnapshot.is_named_since`."""
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._assemble()
@@ -97,13 +97,13 @@ class ObservedModel:
         # Weak: a unit may replace its buffer, and a new tensor may get the id of a freed one.
         self._held: Any = WeakTensorKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
         for name, shape_only in self.shape_only_by_name.items():
-            self._held.update({tensor: join(name, own) for own, tensor in _tensors_of(shape_only.unit)})
+            self._held.update({tensor: join(name, attribute) for attribute, tensor in _tensors_of(shape_only.unit)})
         self._sole_holders: Any = WeakTensorKeyDictionary(_sole_holders(model, units, self.shape_only_by_name))
         self._buffers: Any = WeakTensorKeyDictionary(
             {
-                self._stand_ins[name].__dict__[own]: (name, own)
+                self._stand_ins[name].__dict__[attribute]: (name, attribute)
                 for name, unit in units.units.items()
-                for own, buffer in unit._buffers.items()
+                for attribute, buffer in unit._buffers.items()
                 if buffer is not None
             }
         )
@@ -116,7 +116,7 @@ class ObservedModel:
     def _take_snapshots(self) -> None:
         around = self._units.around
         self._snapshots = [
-            Snapshot(module, contents=name not in around) for name, module in modules_outside(self._given, self._units).items()
+            ModuleSnapshot(module, contents=name not in around) for name, module in modules_outside(self._given, self._units).items()
         ]
 
     @contextmanager
@@ -147,9 +147,9 @@ class ObservedModel:
         return stand_in
 
     def _placeholder_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        made = nn.Parameter(placeholder_like(parameter, parameter.device), requires_grad=parameter.requires_grad)
-        self._parameters[name] = made
-        return made
+        placeholder = nn.Parameter(placeholder_like(parameter, parameter.device), requires_grad=parameter.requires_grad)
+        self._parameters[name] = placeholder
+        return placeholder
 
     def flow(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Dataflow:
         """Returns the dataflow of a forward with arguments of this structure, these dtypes and these constants.
@@ -170,7 +170,7 @@ class ObservedModel:
         meta = any(leaf.is_meta for leaf in around)
         source_tracker = self._tracker(meta=meta)
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # some models change their arguments in place
-        given = {source_tracker.note(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {source_tracker.note(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         with self._in_mode(training=training):  # the code of parts may change objects outside of their shape-only copies
             devices = devices_with_generators(self._parameters, around)
             draws = DrawnAround(self._python.generators(), lambda: (source_tracker.draws, states_of(devices)))
@@ -200,7 +200,7 @@ class ObservedModel:
             observed.calls(),
             sources,
             together,
-            changes_inputs=not given.isdisjoint(source_tracker.written),
+            changes_inputs=not inputs.isdisjoint(source_tracker.written),
             marked=observed.marked(),
             drawn=observed.draws.drawn(),
             places=frozenset(observed.draws.places),
@@ -249,8 +249,8 @@ class ObservedModel:
 
     def generators(self) -> dict[str, GeneratorState]:
         """Returns the generators of Python, NumPy and the code around the units, by path."""
-        found = self._python.generators()
-        return {path: generator for path, generator in found.items() if not any(path.startswith(f"{unit}.") for unit in self._units.units)}
+        in_units = tuple(f"{unit}." for unit in self._units.units)
+        return {path: generator for path, generator in self._python.generators().items() if not path.startswith(in_units)}
 
     def _tracker(self, *, meta: bool) -> SourceTracker:
         tracker = SourceTracker(self._model.named_buffers(), self._held, self._buffers, self._sole_holders, meta=meta)
@@ -277,22 +277,22 @@ class ObservedModel:
             self.accumulated.update(place for place, text in before.items() if now.get(place) != text)
 
     def _written_objects(self) -> dict[tuple[str, str], str]:
-        values = {(name, own): vars(self._copies[name]).get(own) for name, names in self.changed.items() for own in names}
+        values = {(name, attribute): vars(self._copies[name]).get(attribute) for name, names in self.changed.items() for attribute in names}
         compound = {place: sent(value) for place, value in values.items() if is_compound(value) or isinstance(value, Tensor)}
         return {place: repr(contents) for place, contents in compound.items() if contents is not None}
 
-    def _states(self) -> dict[str, Snapshot]:
+    def _states(self) -> dict[str, ModuleSnapshot]:
         """Returns the state of each copy of a module around the units."""
         with not_of_the_model(self._current):
-            return {name: Snapshot(module, contents=True) for name, module in self._copies.items()}
+            return {name: ModuleSnapshot(module, contents=True) for name, module in self._copies.items()}
 
-    def _note_changes(self, before: Mapping[str, Snapshot], at_first_call: Mapping[str, Snapshot]) -> None:
+    def _note_changes(self, before: Mapping[str, ModuleSnapshot], at_first_call: Mapping[str, ModuleSnapshot]) -> None:
         for name, now in self._states().items():
             for changed, since in ((self.changed, before), (self.changed_late, at_first_call)):
                 changes = now.since(since[name]) if name in since else None
                 if changes is not None and (names := changes.set_names()):
                     changed[name].update(names)
-                    self._changed_apart[name].update(own for own in names if not now.is_named_since(since[name], own))
+                    self._changed_apart[name].update(attribute for attribute in names if not now.is_named_since(since[name], attribute))
 
     def late(self, set_by_call: Mapping[str, set[str]]) -> dict[str, set[str]]:
         """Returns the names that a call of the last stage has or may have set, and other stages may not have set."""
@@ -315,43 +315,43 @@ class ObservedModel:
 
     def counts(self) -> list[str]:
         """Returns the numbers and buffers around the units that forwards change, and the objects that they accumulate."""
-        return [*counts_in(self._model, self.changed), *(join(name, own) for name, own in sorted(self.accumulated))]
+        return [*counts_in(self._model, self.changed), *(join(name, attribute) for name, attribute in sorted(self.accumulated))]
 
     def _changed_objects(self) -> dict[str, set[str]]:
         """Returns the attributes, by module around the units, whose objects forwards change."""
         values = {
-            (name, own): value
+            (name, attribute): value
             for name, changed in self.changed.items()
-            for own, value in vars(self._copies[name]).items()
-            if own in changed & self._changed_apart[name]
+            for attribute, value in vars(self._copies[name]).items()
+            if attribute in changed & self._changed_apart[name]
             and (is_compound(value) or isinstance(value, Tensor))
             and not modules_inside(value)
             and generator_place("", value) is None
         }
         self._refuse_shared(values)
-        return {name: {own for holder, own in values if holder == name} for name, _ in values}
+        return {name: {attribute for holder, attribute in values if holder == name} for name, _ in values}
 
     def _refuse_shared(self, values: Mapping[tuple[str, str], Any]) -> None:
         """Raises `InputError` if a unit can reach one of these objects."""
         of_units = PythonState(*self._units.units.values()).owners() if values else set()
-        for (name, own), value in values.items():
+        for (name, attribute), value in values.items():
             if not of_units.isdisjoint(places_in(value)):
                 raise InputError(
                     "the model's code changes {attribute!r} between its parts, and a part uses that object, but a rank has several "
                     "stages, each of which would change it",
-                    attribute=join(name, own),
+                    attribute=join(name, attribute),
                     remedy="pass the value to the part as an argument, or choose a schedule with one stage on each rank, such as 1f1b",
                 )
 
     def _sharing(self, written: set[tuple[str, str]]) -> tuple[Together, ...]:
         """Returns units that share a buffer which one of them changes: `written` has such units, each with the name of the buffer."""
-        found = []
+        groups = []
         for unit, name in sorted(written):
             holders = self._holders[unit, name]
             if len(holders) > 1:
                 reason = f"both hold buffer {join(unit, name)!r}, which changes in training, and each stage would change its own"
-                found.append(Together(holders, reason))
-        return tuple(found)
+                groups.append(Together(holders, reason))
+        return tuple(groups)
 
     def _record(self) -> None:
         """Installs recording hooks in the shape-only units if the current forward records outputs."""
@@ -365,9 +365,9 @@ class ObservedModel:
 
 
 def counts_in(model: nn.Module, changed: Mapping[str, set[str]]) -> list[str]:
-    """Returns which names that have `changed`, by module, are those of numbers and buffers of `model`."""
-    names = [(name, own, model.get_submodule(name)) for name, own_names in changed.items() for own in sorted(own_names)]
-    return [join(name, own) for name, own, part in names if own in part._buffers or type(vars(part).get(own)) in (int, float)]
+    """Returns the names of the numbers and buffers of `model` among `changed`, the changed names by module."""
+    names = [(name, key, model.get_submodule(name)) for name, keys in changed.items() for key in sorted(keys)]
+    return [join(name, key) for name, key, part in names if key in part._buffers or type(vars(part).get(key)) in (int, float)]
 
 
 class _Observed:
@@ -377,12 +377,12 @@ class _Observed:
         self,
         source_tracker: SourceTracker,
         record: Callable[[], None],
-        states: Callable[[], dict[str, Snapshot]],
+        states: Callable[[], dict[str, ModuleSnapshot]],
         draws: DrawnAround,
     ) -> None:
         self.draws = draws
         self._states = states
-        self.at_first_call: dict[str, Snapshot] | None = None
+        self.at_first_call: dict[str, ModuleSnapshot] | None = None
         self._tracker = source_tracker
         self._record = record
         self._recorder = Recorder()
@@ -424,8 +424,8 @@ class _Observed:
             self._tracker.come_from(tensor, frozenset({call}))
         with _disable_current_modes():
             on_meta = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
-            given = OutputForm.from_output(arguments.closed(on_meta))
-        self._calls[call] = (sources, given, seen, [self._tracker.note(tensor) for tensor in tensors])
+            arguments_form = OutputForm.from_output(arguments.closed(on_meta))
+        self._calls[call] = (sources, arguments_form, seen, [self._tracker.note(tensor) for tensor in tensors])
         self._recorder.append(recorded)
         put_into(mappings_in(args, kwargs), put)
         return output
@@ -470,9 +470,9 @@ class _Observed:
     def calls(self) -> dict[UnitCall, CallRecord]:
         """Returns the observation of each call."""
         calls = {}
-        for call, (sources, given, seen, storages) in self._calls.items():
+        for call, (sources, arguments_form, seen, storages) in self._calls.items():
             changed = any(self._tracker.has_written_to(storage) for storage in storages)
-            calls[call] = CallRecord(call, sources, given, seen.form, seen.flops, changed)
+            calls[call] = CallRecord(call, sources, arguments_form, seen.form, seen.flops, changed)
         return calls
 
 
@@ -484,10 +484,10 @@ def _form_of(unit: nn.Module) -> tuple[Any, ...]:
 def _holders_of_buffers(units: Units) -> dict[tuple[str, str], frozenset[str]]:
     """Returns for each buffer of a unit, by unit and name, all units that hold that buffer."""
     holders: dict[int, set[str]] = defaultdict(set)
-    places = [(name, own, storage_of(buffer)) for name, unit in units.units.items() for own, buffer in unit.named_buffers()]
+    places = [(name, buffer_name, storage_of(buffer)) for name, unit in units.units.items() for buffer_name, buffer in unit.named_buffers()]
     for name, _, storage in places:
         holders[storage].add(name)
-    return {(name, own): frozenset(holders[storage]) for name, own, storage in places}
+    return {(name, buffer_name): frozenset(holders[storage]) for name, buffer_name, storage in places}
 
 
 def _sole_holders(model: nn.Module, units: Units, shape_only_by_name: Mapping[str, ShapeOnlyUnit]) -> dict[Tensor, str]:
@@ -499,12 +499,12 @@ def _sole_holders(model: nn.Module, units: Units, shape_only_by_name: Mapping[st
     for name, unit in units.units.items():
         for parameter in unit.parameters():
             holders[parameter].add(name)
-    found: dict[Tensor, str] = {}
+    sole: dict[Tensor, str] = {}
     for name, unit in units.units.items():
         now = dict(unit.named_parameters())  # the unit may have got others since
         named = shape_only_by_name[name].unit.named_parameters()
-        found |= {placeholder: name for own, placeholder in named if own in now and holders[now[own]] == {name}}
-    return found
+        sole |= {placeholder: name for path, placeholder in named if path in now and holders[now[path]] == {name}}
+    return sole
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -19,15 +19,12 @@ class Operations(nn.Module):
         super().__init__()
         self.in_training = training
         self.in_evaluation = evaluation
-        self.given_parameters = tuple(map(_without_values, parameters))
+        on_meta = [torch.empty_like(parameter, device="meta") for parameter in parameters]
+        self.given_parameters = tuple(map(nn.Parameter, on_meta, (parameter.requires_grad for parameter in parameters)))
 
     def forward(self, *args: Any) -> Any:
         run = self.in_training if self.training else self.in_evaluation
         return run(*args)
-
-
-def _without_values(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def parameters_of(unit: nn.Module) -> Iterator[nn.Parameter]:

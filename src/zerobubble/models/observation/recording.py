@@ -41,12 +41,12 @@ class Recorder:
 
     def since_last(self) -> Recorded:
         """Returns the values appended to the active lists since the last call."""
-        found = {}
+        appended = {}
         for name, kept in active_lists().items():
             _, start = self._seen.get(id(kept), (kept, 0))
-            found[name] = kept[start:]
+            appended[name] = kept[start:]
             self._seen[id(kept)] = (kept, len(kept))
-        return found
+        return appended
 
     def append(self, recorded: Mapping[str, list[Any]]) -> None:
         """Appends the values that a unit recorded on another stage; `since_last` skips them."""

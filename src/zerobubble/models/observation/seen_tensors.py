@@ -43,11 +43,11 @@ class _SeenBuffer(Tensor):
 _SEEN: dict[type, type] = {nn.Parameter: _SeenParameter, Tensor: _SeenBuffer}
 
 
-def show_on_device_of(original: Tensor, made: Tensor) -> None:
-    """Makes code around the units see `made`, which is on meta, on the device of `original`; on the CPU if that is on meta, too."""
-    if type(made) in _SEEN:
-        made.__class__ = _SEEN[type(made)]
-        made.__dict__["_place"] = torch.device("cpu") if original.is_meta else original
+def show_on_device_of(original: Tensor, on_meta: Tensor) -> None:
+    """Makes code around the units see `on_meta` on the device of `original`, or on the CPU if `original` is on meta, too."""
+    if type(on_meta) in _SEEN:
+        on_meta.__class__ = _SEEN[type(on_meta)]
+        on_meta.__dict__["_place"] = torch.device("cpu") if original.is_meta else original
 
 
 def show_on(unit: nn.Module, device: torch.device) -> None:

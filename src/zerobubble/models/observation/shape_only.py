@@ -78,8 +78,8 @@ class _Attempts(NamedTuple):
 
     def places(self) -> set[Place] | None:
         """Returns the attributes that any attempt read, None if these are not known."""
-        known = [read for read in self.read if read is not None]
-        return set().union(*known) if len(known) == len(self.read) else None
+        observed = [read for read in self.read if read is not None]
+        return set().union(*observed) if len(observed) == len(self.read) else None
 
 
 class ShapeOnlyUnit:
@@ -118,7 +118,7 @@ class ShapeOnlyUnit:
         for name, value in self._read.items():
             yield Place(self.name, name)
             for path, module in value.named_modules(prefix=f"{self.name}.{name}") if isinstance(value, nn.Module) else ():
-                yield from (Place(path, own) for own in vars(module))
+                yield from (Place(path, attribute) for attribute in vars(module))
 
     def is_read_differently(self) -> bool:
         """Returns whether an attribute has changed since code around the units read it."""
@@ -129,47 +129,47 @@ class ShapeOnlyUnit:
 
         Raises `InputError` for a unit that cannot run without its weights, and for one that stores tensors elsewhere than in its output.
         """
-        given = Opened.from_call(args, kwargs)
-        key = (training, repr(given.structure), recording_state(), *map(_shape_of, given.leaves))
+        arguments = Opened.from_call(args, kwargs)
+        key = (training, repr(arguments.structure), recording_state(), *map(_shape_of, arguments.leaves))
         if key in self._by_numbers:
-            key += tuple(map(_integers, given.leaves))
+            key += tuple(map(_integers, arguments.leaves))
         if key not in self._remembered:
             with PythonState(self.original).restored() if restores else nullcontext():
-                self._remembered[key] = self._found_or_shared(key, given, training=training)
+                self._remembered[key] = self._found_or_shared(key, arguments, training=training)
             while len(self._remembered) > _REMEMBERED:
                 self._remembered.popitem(last=False)
         return self._remembered[key]
 
-    def _found_or_shared(self, key: tuple[Any, ...], given: Opened, *, training: bool) -> Seen:
+    def _found_or_shared(self, key: tuple[Any, ...], arguments: Opened, *, training: bool) -> Seen:
         """Returns the effect of the unit or of an equivalent one. Recording hooks and values of arguments are not compared."""
         is_shared = not recording_state() and key not in self._by_numbers
         with self._shared.lock:
-            found = self._shared.find(self.name, key) if is_shared else None
-            if found is None:
+            seen = self._shared.find(self.name, key) if is_shared else None
+            if seen is None:
                 _set_mode(self.unit, training)
                 attempts = _Attempts([], [])
                 with _disable_current_modes(), torch.no_grad(), observing_a_unit(), _named_in_errors(self.name):
-                    found = self._find_out(key, given, attempts)
+                    seen = self._find_out(key, arguments, attempts)
                 if is_shared and key not in self._by_numbers:
-                    self._shared.keep(self.name, key, found, attempts.places())
-        return found
+                    self._shared.keep(self.name, key, seen, attempts.places())
+        return seen
 
-    def _find_out(self, key: tuple[Any, ...], given: Opened, attempts: _Attempts) -> Seen:
+    def _find_out(self, key: tuple[Any, ...], arguments: Opened, attempts: _Attempts) -> Seen:
         """Observes the unit, from its initial attributes if those of an earlier run, such as a hidden state, do not fit these arguments.
 
         Raises the error of its code if it cannot run, and `InputError` if its arguments are the reason.
         """
         try:
             try:
-                return self._first_that_runs(key, given, attempts)
+                return self._first_that_runs(key, arguments, attempts)
             except Exception:
                 if not self.attributes_set:
                     raise
                 self._begin_again()
-                return self._first_that_runs(key, given, attempts)
+                return self._first_that_runs(key, arguments, attempts)
         except Exception as error:
             error.__context__ = None  # attempts before it, which failed the same way
-            refuse_left_in_arguments(self.name, [tensor for made in attempts.made for tensor in made.living()], *given.given)
+            refuse_left_in_arguments(self.name, [tensor for tried in attempts.made for tensor in tried.living()], *arguments.given)
             _refuse_packed(self.name, error)
             _refuse_flex_attention(self.name, error)
             raise
@@ -185,72 +185,72 @@ class ShapeOnlyUnit:
             else:
                 vars(module).pop(name, None)
 
-    def _first_that_runs(self, key: tuple[Any, ...], given: Opened, attempts: _Attempts) -> Seen:
+    def _first_that_runs(self, key: tuple[Any, ...], arguments: Opened, attempts: _Attempts) -> Seen:
         """Runs on meta tensors; if the code reads values, on zeros; if it needs lengths or the like, on the real integers.
 
         If that fails, too, as where it divides by one of its own buffers, those are 1.
         """
         try:
-            return self._run(self.unit, [_meta(leaf) for leaf in given.leaves], given, attempts)
+            return self._run(self.unit, [_meta(leaf) for leaf in arguments.leaves], arguments, attempts)
         except InputError:
             raise
         except Exception as error:  # noqa: BLE001 - code that reads values may fail in any way, such as NumPy's with a TypeError
             if _WANTS_GRADIENTS in str(error):
-                return self._run_with_gradients(given, attempts)
+                return self._run_with_gradients(arguments, attempts)
             unit, place = _with_tensors(self.unit, untouched_zeros), _place_of(self.unit)
         with forked(), _AttentionOfZeros():
             try:
-                return self._run(unit, [_zeros(leaf, place) for leaf in given.leaves], given, attempts)
+                return self._run(unit, [_zeros(leaf, place) for leaf in arguments.leaves], arguments, attempts)
             except InputError:
                 raise
             except Exception:  # noqa: BLE001 - the same
-                found = self._with_known(unit, [_known(leaf, place) for leaf in given.leaves], given, attempts)
+                seen = self._with_known(unit, [_known(leaf, place) for leaf in arguments.leaves], arguments, attempts)
         self._by_numbers.add(key)
-        return found
+        return seen
 
-    def _run_with_gradients(self, given: Opened, attempts: _Attempts) -> Seen:
+    def _run_with_gradients(self, arguments: Opened, attempts: _Attempts) -> Seen:
         """Runs with gradients enabled, for a unit that calls `torch.autograd.grad` itself."""
-        leaves = [_meta(leaf) for leaf in given.leaves]
+        leaves = [_meta(leaf) for leaf in arguments.leaves]
         tensors = [*self.unit.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         with torch.enable_grad():
             try:
                 for tensor in tensors:
                     tensor.requires_grad_(tensor.is_floating_point())
-                return self._run(self.unit, leaves, given, attempts)
+                return self._run(self.unit, leaves, arguments, attempts)
             finally:
                 for parameter in self.unit.parameters():
                     parameter.requires_grad_(False)
 
-    def _with_known(self, unit: nn.Module, leaves: list[Any], given: Opened, attempts: _Attempts) -> Seen:
+    def _with_known(self, unit: nn.Module, leaves: list[Any], arguments: Opened, attempts: _Attempts) -> Seen:
         try:
-            return self._run(unit, leaves, given, attempts)
+            return self._run(unit, leaves, arguments, attempts)
         except InputError:
             raise
         except Exception:  # noqa: BLE001 - the same
-            return self._run(_with_tensors(self.unit, _ones_or_zeros), leaves, given, attempts)
+            return self._run(_with_tensors(self.unit, _ones_or_zeros), leaves, arguments, attempts)
 
-    def _run(self, unit: nn.Module, leaves: list[Any], given: Opened, attempts: _Attempts) -> Seen:
+    def _run(self, unit: nn.Module, leaves: list[Any], arguments: Opened, attempts: _Attempts) -> Seen:
         """Runs `unit`, which is the shape-only unit or a copy of it, and notes which attributes it reads."""
-        found, read = self._shared.run(unit, lambda: self._outcome(unit, leaves, given, attempts.made))
+        outcome, read = self._shared.run(unit, lambda: self._outcome(unit, leaves, arguments, attempts.made))
         attempts.read.append(read)
         try:
-            if isinstance(found, Seen):
-                return found
-            raise found
+            if isinstance(outcome, Seen):
+                return outcome
+            raise outcome
         finally:
-            del found  # the frames of an error hold tensors
+            del outcome  # the frames of an error hold tensors
 
-    def _outcome(self, unit: nn.Module, leaves: list[Any], given: Opened, made: list[_Made]) -> Seen | Exception:
+    def _outcome(self, unit: nn.Module, leaves: list[Any], arguments: Opened, tried: list[_Made]) -> Seen | Exception:
         """Returns what a run shows, or the error after which another attempt may run: its reads count, too."""
         try:
-            return self._observe(unit, leaves, given, made)
+            return self._observe(unit, leaves, arguments, tried)
         except Exception as error:  # noqa: BLE001 - the caller raises it
             return error
 
-    def _observe(self, unit: nn.Module, leaves: list[Any], given: Opened, tried: list[_Made]) -> Seen:
+    def _observe(self, unit: nn.Module, leaves: list[Any], opened: Opened, tried: list[_Made]) -> Seen:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-        own = {name: (buffer, buffer._version) for name, buffer in unit.named_buffers()}
-        args, kwargs = given.closed(leaves)
+        buffers = {name: (buffer, buffer._version) for name, buffer in unit.named_buffers()}
+        args, kwargs = opened.closed(leaves)
         arguments, structure = pytree.tree_flatten((args, kwargs))
         mappings = mappings_in(args, kwargs)
         held = [dict(mapping) for mapping in mappings]
@@ -258,25 +258,25 @@ class ShapeOnlyUnit:
         self._initial = self._initial or dict(before)
         with (
             FlopCounter() as counter,
-            _Made(self.name, unit, leaves) as made,
+            _Made(self.name, unit, leaves) as created,
             collecting_losses(),
             recording_separately() as recorded,
             only_shapes(),
         ):
-            tried.append(made)
+            tried.append(created)
             try:
                 with recording_first_reads(dict(unit.named_modules())) as first_reads:
                     output = unit(*args, **kwargs)
             except Exception:
                 _put_back(unit, before)  # the next attempt must not find what this one has kept
                 raise
-        _refuse_unfit(self.name, output, reads_numbers=made.reads_numbers)
+        _refuse_unfit(self.name, output, reads_numbers=created.reads_numbers)
         form = OutputForm.from_output(pytree.tree_map_only(Tensor, _meta, (output, recorded, taken_out(held, mappings))))
         del output
         recorded.clear()
         self.attributes_set.update(place for place, value in _attributes_in(unit).items() if before.get(place) != value)
         before.clear()
-        refuse_left(self.name, made.left_outside_of(unit), args, kwargs, dict(named_tensors_in(unit)))
+        refuse_left(self.name, created.left_outside_of(unit), args, kwargs, dict(named_tensors_in(unit)))
         _refuse_changed(self.name, arguments, structure, (args, kwargs))
         changed = tuple(
             place
@@ -284,8 +284,8 @@ class ShapeOnlyUnit:
             if isinstance(leaf, Tensor) and leaf._version != version
         )
         after = dict(unit.named_buffers())
-        written = tuple(name for name, (buffer, version) in own.items() if after.get(name) is not buffer or buffer._version != version)
-        return Seen(form, counter.get_total_flops(), changed, written, frozenset(first_reads), made.mark())
+        written = tuple(name for name, (buffer, version) in buffers.items() if after.get(name) is not buffer or buffer._version != version)
+        return Seen(form, counter.get_total_flops(), changed, written, frozenset(first_reads), created.mark())
 
 
 def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], list[Any]]:
@@ -330,7 +330,7 @@ def _set_mode(unit: nn.Module, training: bool) -> None:
 def shape_only_units(units: Mapping[str, nn.Module]) -> dict[str, ShapeOnlyUnit]:
     """Returns the shape-only version of each unit. Objects shared by units, such as a configuration, stay shared."""
     equivalents = equivalents_of(units)
-    shared = {each: ResultCache[Seen](each) for each in equivalents.values()}
+    shared = {group: ResultCache[Seen](group) for group in equivalents.values()}
     memo: dict[int, Any] = {}
     for unit in units.values():
         memo |= other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -394,7 +394,7 @@ def _refuse_unfit(name: str, output: Any, *, reads_numbers: bool) -> None:
 def _holds_tensors(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return False
-    return any(isinstance(each, Tensor) for each in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values())))
+    return any(isinstance(value, Tensor) for value in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values())))
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -403,17 +403,17 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Raises `InputError` if the unit uses a parameter that it does not hold.
     """
 
-    def __init__(self, name: str, unit: nn.Module, given: list[Any]) -> None:
+    def __init__(self, name: str, unit: nn.Module, leaves: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads_numbers = False
         self._operations = 0
         self._marks: list[int] = []
         self._name = name
-        own = list(unit.parameters())
-        self._held = (own, given)  # keeps ids unique
-        self._own = {id(parameter) for parameter in own}
-        self._memory = set(map(storage_of, own))
-        self._given = {id(leaf) for leaf in given}  # in-place operations return their input
+        parameters = list(unit.parameters())
+        self._held = (parameters, leaves)  # keeps ids unique
+        self._own = {id(parameter) for parameter in parameters}
+        self._memory = set(map(storage_of, parameters))
+        self._given = {id(leaf) for leaf in leaves}  # in-place operations return their input
         self._made: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -476,7 +476,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return []
         leaves = [leaf for part in unit.modules() for leaf in pytree.tree_leaves(list(part.__dict__.values()))]
         leaves += [tensor for part in unit.modules() for _, tensor in state_of(part)]
-        kept = {id(each) for leaf in leaves for each in (leaf, getattr(leaf, "_base", None))}  # a view keeps its base alive
+        kept = {id(tensor) for leaf in leaves for tensor in (leaf, getattr(leaf, "_base", None))}  # a view keeps its base alive
         return [tensor for tensor in living if id(tensor) not in kept]
 
 
@@ -544,15 +544,15 @@ def named_tensors_in(unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_left(
-    unit: str, left: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], own: Mapping[str, Tensor] | None = None
+    unit: str, left: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], held: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Raises `InputError` if a unit has `left` tensors elsewhere than in its output, naming the argument or its `own` tensor with them."""
+    """Raises `InputError` if a unit has `left` tensors elsewhere than in its output, such as in an argument or a `held` tensor."""
     if not left:
         return
     refuse_left_in_arguments(unit, left, args, kwargs)
-    for name, tensor in (own or {}).items():
+    for name, tensor in (held or {}).items():
         for attribute, value in vars(tensor).items():
-            if not {id(each) for _, each in tensors_inside(value)}.isdisjoint(map(id, left)):
+            if not {id(inner) for _, inner in tensors_inside(value)}.isdisjoint(map(id, left)):
                 raise InputError(
                     f"{_LEAVES} in attribute {{attribute!r}} of its tensor {{name!r}}; {_WOULD_LACK}",
                     unit=unit,
@@ -568,9 +568,9 @@ def refuse_left(
     )
 
 
-def refuse_left_in_arguments(unit: str, made: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises `InputError` if an argument of a unit holds tensors that the unit has `made`."""
-    wanted = set(map(id, made))
+def refuse_left_in_arguments(unit: str, created: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises `InputError` if an argument of a unit holds tensors that the unit has `created`."""
+    wanted = set(map(id, created))
     for name, value in (*enumerate(args), *kwargs.items()):
         if any(id(tensor) in wanted for _, tensor in tensors_inside(value)):
             raise InputError(

@@ -155,8 +155,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 part=self._changed_by[storage],
                 remedy="let the part work on x.clone()",
             )
-        found: Sources = self._of_tensors.get(tensor, frozenset())
-        return found | self._of_storages.get(storage, frozenset())
+        sources: Sources = self._of_tensors.get(tensor, frozenset())
+        return sources | self._of_storages.get(storage, frozenset())
 
     def _described(self, tensor: Tensor) -> str:
         name = self._held.get(tensor)
@@ -165,16 +165,16 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        named = kwargs or {}
         self.marks += is_mark(func)
-        if func._schema.is_mutable and self._stays_in_a_unit(func, pytree.tree_leaves((args, given))):
-            return func(*args, **given)
-        sources = self.sources_in((args, given))
+        if func._schema.is_mutable and self._stays_in_a_unit(func, pytree.tree_leaves((args, named))):
+            return func(*args, **named)
+        sources = self.sources_in((args, named))
         if func._overloadpacket in _READS_NUMBERS:
             self.refuse_reads(sources, str(func._overloadpacket))
         written = list(written_tensors(func, args)) if func._schema.is_mutable else []
         _refuse_changed_parameters(written, self._of_tensors)
-        output = func(*args, **given)
+        output = func(*args, **named)
         if torch.Tag.nondeterministic_seeded in func.tags:
             sources |= {self._draw(str(func._overloadpacket), sources)}
         if sources:
@@ -184,8 +184,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def refuse_reads(self, sources: Sources, operation: str) -> None:
         """Raises `InputError` if code reads values that other stages lack; notes that it reads random numbers."""
-        if known := _without_draws(sources):
-            raise data_dependent(known, operation)
+        if computed := _without_draws(sources):
+            raise data_dependent(computed, operation)
         self.reads_draws |= bool(sources)
 
     def _stays_in_a_unit(self, func: Any, leaves: list[Any]) -> bool:

@@ -113,8 +113,8 @@ def placeholder(form: OutputForm, device: torch.device, *, writable: bool = Fals
     """
 
     def replaced(leaf: Tensor) -> Tensor:
-        made = placeholder_like(leaf, device)
-        return made.clone() if writable else made
+        placeholder = placeholder_like(leaf, device)
+        return placeholder.clone() if writable else placeholder
 
     return form.filled([replaced(leaf) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves])
 

@@ -63,6 +63,10 @@ def refuse_unfit(model: nn.Module) -> None:
             remedy=f"{_INSIDE}, its _orig_mod, and let zb.Pipeline(split='compiled') compile the stages, or compile its blocks by "
             "block.compile()",
         )
+    _refuse_parameters(model)
+
+
+def _refuse_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_inference():
             remedy = "make or load the model outside of it"

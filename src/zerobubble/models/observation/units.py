@@ -50,10 +50,10 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
     _refuse_compiled(model, around)
     _refuse_hooks(model)
     units: dict[str, nn.Module] = {}
-    known = {module for name, module in model.named_modules(remove_duplicate=False) if name in around}
+    seen = {module for name, module in model.named_modules(remove_duplicate=False) if name in around}
     for name, unit in _units_in("", model, around):
-        if unit not in known:  # a unit with several names uses the first
-            known.add(unit)
+        if unit not in seen:  # a unit with several names uses the first
+            seen.add(unit)
             units[name] = unit
     lists = {name for name, module in model.named_modules() if name in around and _is_list_of_blocks(module)}
     layers = frozenset(unit for unit in units if unit.rpartition(".")[0] in lists and unit not in block_of)
@@ -124,23 +124,19 @@ def _on_the_way(name: str, module: nn.Module, *, is_open: bool = False) -> set[s
     """Returns the names of `module` and its descendants that are or contain lists of blocks."""
     if name and not is_open and _is_list_of_blocks(module):
         return {name}
-    found: set[str] = set()
+    names: set[str] = set()
     for child_name, child in module.named_children():
-        found |= _on_the_way(join(name, child_name), child)
-    return found | {name} if found else found
+        names |= _on_the_way(join(name, child_name), child)
+    return names | {name} if names else names
 
 
 def _opened(name: str, module: nn.Module, on_the_way: set[str]) -> Iterator[str]:
     """Yields the names in `on_the_way`, and of containers there that cannot be called, such as a list of lists or of parameters."""
     for child_name, child in module.named_children():
         full = join(name, child_name)
-        if full in on_the_way or (belongs_somewhere(child) and not _is_callable(child)):
+        if full in on_the_way or (belongs_somewhere(child) and type(child).forward is nn.Module.forward):
             yield full
             yield from _opened(full, child, on_the_way)
-
-
-def _is_callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
