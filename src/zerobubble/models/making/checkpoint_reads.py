@@ -54,8 +54,8 @@ class _File:
 
     def get_tensor(self, name: str) -> Tensor:
         """Returns the tensor of this name."""
-        found: Tensor = self.get_slice(name)[...]
-        return found
+        tensor: Tensor = self.get_slice(name)[...]
+        return tensor
 
     def get_slice(self, name: str) -> _Slice:
         """Returns a lazy tensor of this name."""
@@ -69,8 +69,8 @@ class _File:
         if dtype is None or is_needed:
             # Opened separately, so that its memory map is freed with this tensor, not when the whole file is closed.
             fresh = self._opener(*self._args, **self._kwargs)
-            found: Tensor = fresh.get_slice(name)[index]
-            return found
+            part: Tensor = fresh.get_slice(name)[index]
+            return part
         whole = torch.empty(about.get_shape(), dtype=dtype, device="meta")
         self._making.come_from(whole, frozenset({origin}))
         return whole[index]

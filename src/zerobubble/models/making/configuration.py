@@ -20,15 +20,15 @@ from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
 
 
-def is_configuration(given: object) -> bool:
+def is_configuration(value: object) -> bool:
     """Returns whether this is a configuration of Transformers."""
     kind = getattr(sys.modules.get("transformers"), "PretrainedConfig", None)
-    return kind is not None and isinstance(given, kind)
+    return kind is not None and isinstance(value, kind)
 
 
-def _load_one(given: object) -> str:
-    is_name = isinstance(given, str)
-    return f"lambda: AutoModelForCausalLM.from_pretrained({given!r}) is a function that loads one" if is_name else ""
+def _load_one(value: object) -> str:
+    is_name = isinstance(value, str)
+    return f"lambda: AutoModelForCausalLM.from_pretrained({value!r}) is a function that loads one" if is_name else ""
 
 
 CONFIGURATION = Wanted("a configuration of Transformers", is_configuration, _load_one)
@@ -47,8 +47,8 @@ def maker_of(config: Any) -> Callable[[], nn.Module]:
         raise InputError(_no_class(type(config).__name__, names, getattr(config, "auto_map", None)))
 
     def make() -> nn.Module:
-        made: nn.Module = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
-        return made
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
+        return model
 
     return make
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
 
-EXPORTED = Wanted("a program of torch.export", lambda given: isinstance(given, ExportedProgram))
+EXPORTED = Wanted("a program of torch.export", lambda value: isinstance(value, ExportedProgram))
 
 
 def module_of(program: Any) -> nn.Module:
@@ -37,12 +37,12 @@ def module_of(program: Any) -> nn.Module:
         warnings.filterwarnings("ignore", ".*isinstance\\(treespec", FutureWarning)  # torch 2.13 triggers its own deprecation
         parts = unflatten(program)
     for name, _ in list(parts.named_parameters(remove_duplicate=False)):  # copies of the exported model's
-        path, _, own = name.rpartition(".")
-        parts.get_submodule(path)._parameters[own] = program.state_dict[name]
+        path, _, attribute = name.rpartition(".")
+        parts.get_submodule(path)._parameters[attribute] = program.state_dict[name]
     graph = torch.fx.GraphModule(parts, parts.graph, "Exported")
-    taken, given = program.call_spec.in_spec, program.call_spec.out_spec
+    taken, returned = program.call_spec.in_spec, program.call_spec.out_spec
     assert taken is not None
-    assert given is not None
+    assert returned is not None
     names: list[str] = list(taken.children()[1].context) if hasattr(taken, "children") else list(taken.children_specs[1].context)
     run = type(graph).forward  # the code between the parts
 
@@ -55,7 +55,7 @@ def module_of(program: Any) -> nn.Module:
                 taken=_described(taken),
                 remedy="use the same structure",
             )
-        return pytree.tree_unflatten(run(self, *leaves), given)
+        return pytree.tree_unflatten(run(self, *leaves), returned)
 
     model: nn.Module = type("Exported", (nn.Module,), {"forward": forward})()  # a plain class, which supports deepcopy
     for held in ("_modules", "_parameters", "_buffers"):

@@ -54,14 +54,14 @@ class ModelFactory:
         if needed is not None:
             needed = needed.union(*(self._origins[name] for name in keep))
         for run in range(_MOST_RUNS + 1):
-            found = _Run(self._function, self._random_state, None if run == _MOST_RUNS else needed, bool(keep), warns=not self._has_run)
+            attempt = _Run(self._function, self._random_state, None if run == _MOST_RUNS else needed, bool(keep), warns=not self._has_run)
             self._has_run = True
-            if found.is_complete_with(keep):
+            if attempt.is_complete_with(keep):
                 if not keep:
-                    _refuse_without_values(found.left_on_meta())
-                    self._needed, self._origins, self.drawn = needed, found.origins_of_parameters(), found.drawn
-                return found.only_with_values_of(keep)
-            needed = found.needed
+                    _refuse_without_values(attempt.left_on_meta())
+                    self._needed, self._origins, self.drawn = needed, attempt.origins_of_parameters(), attempt.drawn
+                return attempt.only_with_values_of(keep)
+            needed = attempt.needed
         raise AssertionError("a run that computes all values is complete")
 
 
@@ -133,13 +133,13 @@ def _refuse_without_values(tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _module(made: object) -> nn.Module:
-    if not isinstance(made, nn.Module):
+def _module(model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
         raise InputError(
-            "zb.split takes a module or a function that returns one, but the function returned a {kind}", kind=type(made).__name__
+            "zb.split takes a module or a function that returns one, but the function returned a {kind}", kind=type(model).__name__
         )
-    refuse_lazy(made)
-    return made
+    refuse_lazy(model)
+    return model
 
 
 def _kept(model: nn.Module, keep: Collection[str]) -> list[nn.Parameter]:
@@ -149,17 +149,17 @@ def _kept(model: nn.Module, keep: Collection[str]) -> list[nn.Parameter]:
 
 def _other_attributes(model: nn.Module) -> Iterable[Any]:
     """Yields the attributes of the modules of `model` other than parameters and modules, buffers included."""
-    own = {id(parameter) for parameter in model.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()}
     for module in model.modules():
         held = {name: value for name, value in vars(module).items() if name not in ("_parameters", "_modules")}
-        yield from (leaf for leaf in pytree.tree_leaves(list(held.values())) if id(leaf) not in own)
+        yield from (leaf for leaf in pytree.tree_leaves(list(held.values())) if id(leaf) not in parameters)
 
 
 def _put_on_meta(model: nn.Module, kept: Collection[int]) -> None:
     """Frees parameters that were created only because others were computed from them."""
-    made: dict[int, nn.Parameter] = {}
+    on_meta: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta and id(parameter) not in kept:
                 empty = type(parameter)(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), empty)
+                module._parameters[name] = on_meta.setdefault(id(parameter), empty)

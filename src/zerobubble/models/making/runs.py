@@ -1,6 +1,6 @@
 """Runs a function that creates a model, and computes values only for some of its parameters.
 
-Values that no kept parameter needs are never computed. Values start at one of three kinds of `Origin`: a parameter, a large new tensor, or
+Values that no kept parameter needs are never computed. Values start at origins of three kinds: a parameter, a large new tensor, or
 a tensor read from a file. If an origin is not needed, a meta tensor replaces it. All results computed from it are meta tensors too, and
 random numbers for it are drawn and discarded. If such a tensor is combined with one that has values, or its values are read, its origins
 become needed, and the run starts over. Code that queries the device of such a tensor sees the CPU, so that it takes the same branches as on
@@ -100,14 +100,14 @@ _REJECTING = "_no_grad_trunc_normal_"
 """The function of `torch.nn.init` that redraws until all numbers are within bounds."""
 
 
-class Origin(NamedTuple):
+class ValueOrigin(NamedTuple):
     """An origin of values: the n-th parameter, large tensor, or file read, in order of creation."""
 
     kind: str
     number: int
 
 
-Origins = frozenset[Origin]
+Origins = frozenset[ValueOrigin]
 
 
 class NeededError(BaseException):
@@ -140,9 +140,9 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether this is the thread that creates the model."""
         return threading.get_ident() == self._thread
 
-    def begin(self, kind: str) -> tuple[Origin, bool]:
+    def begin(self, kind: str) -> tuple[ValueOrigin, bool]:
         """Returns the next origin of this kind, and whether it is needed."""
-        origin = Origin(kind, self._counts.get(kind, 0))
+        origin = ValueOrigin(kind, self._counts.get(kind, 0))
         self._counts[kind] = origin.number + 1
         return origin, self._needed is None or origin in self._needed
 
@@ -161,69 +161,69 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns whether a tensor has no values."""
         return tensor.is_meta or storage_of(tensor) in self._origins
 
-    def parameter(self, given: nn.Parameter, name: str) -> nn.Parameter:
-        """Returns the parameter to register instead of `given`: itself if it is needed."""
-        if is_lazy(given):
-            return given
-        if given not in self._registered:
+    def parameter(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
+        """Returns the parameter to register instead of `parameter`: itself if it is needed."""
+        if is_lazy(parameter):
+            return parameter
+        if parameter not in self._registered:
             origin, is_needed = self.begin("parameter")
-            made = given if is_needed or self._has_none(given) else self._without_values(given, name)
-            if given.numel() >= _LARGE:
+            registered = parameter if is_needed or self._has_none(parameter) else self._without_values(parameter, name)
+            if parameter.numel() >= _LARGE:
                 trim_memory()  # frees the tensors it was computed from
-            if storage_of(made) in self._origins or made is not given:
-                self.come_from(made, frozenset({origin}))
-            self._registered[given] = self._registered[made] = made
-        found: nn.Parameter = self._registered[given]
-        return found
+            if storage_of(registered) in self._origins or registered is not parameter:
+                self.come_from(registered, frozenset({origin}))
+            self._registered[parameter] = self._registered[registered] = registered
+        replacement: nn.Parameter = self._registered[parameter]
+        return replacement
 
-    def _without_values(self, given: nn.Parameter, name: str) -> nn.Parameter:
-        if given.device != _CPU:
+    def _without_values(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
+        if parameter.device != _CPU:
             raise InputError(
                 "the function that creates the model creates parameter {name!r} on {device}, where its random numbers cannot be "
                 "drawn in the order of one device",
                 name=name,
-                device=str(given.device),
+                device=str(parameter.device),
                 remedy="let it create the model on the CPU, and move it afterwards",
             )
-        made = type(given)(torch.empty_like(given, device=_META), requires_grad=given.requires_grad)
-        made.__dict__.update(given.__dict__)
-        return made
+        on_meta = type(parameter)(torch.empty_like(parameter, device=_META), requires_grad=parameter.requires_grad)
+        on_meta.__dict__.update(parameter.__dict__)
+        return on_meta
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        origins = self.origins_in(pytree.tree_leaves((args, given)))
+        named = dict(kwargs or {})
+        origins = self.origins_in(pytree.tree_leaves((args, named)))
         if not origins:
-            return self._new(func, args, given) if func._overloadpacket in _NEW else func(*args, **given)
+            return self._new(func, args, named) if func._overloadpacket in _NEW else func(*args, **named)
         written = list(written_tensors(func, args))
         if not all(map(self._has_none, written)):
             raise NeededError(origins)
-        if given.get("device") is not None:
-            given["device"] = _META
+        if named.get("device") is not None:
+            named["device"] = _META
         try:
             is_drawn_into = self._discarded is None and fills(func)
-            output = args[0] if is_drawn_into else func(*args, **given)
+            output = args[0] if is_drawn_into else func(*args, **named)
         except (NotImplementedError, RuntimeError) as error:
             raise NeededError(origins) from error
         self.has_drawn = self.has_drawn or draws_numbers(func)
         if self._discarded is not None and draws_numbers(func):
-            self._discarded.draw(func, args, given, output)
+            self._discarded.draw(func, args, named, output)
         for leaf in (*pytree.tree_leaves(output), *written):
             if isinstance(leaf, Tensor) and self._has_none(leaf):
                 self.come_from(leaf, origins)
         return output
 
-    def _new(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _new(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Creates a new tensor, which is an origin if it is large."""
-        if given.get("device") not in (None, _CPU) or given.get("pin_memory"):
-            return func(*args, **given)
-        output = func(*args, **{**given, "device": _META})
+        if named.get("device") not in (None, _CPU) or named.get("pin_memory"):
+            return func(*args, **named)
+        output = func(*args, **{**named, "device": _META})
         if output.numel() < _LARGE or not output.is_floating_point():
-            return func(*args, **given)
+            return func(*args, **named)
         origin, is_needed = self.begin("tensor")
         if is_needed:
-            return func(*args, **given)
+            return func(*args, **named)
         if self._discarded is not None and draws_numbers(func):
-            self._discarded.draw(func, args, given, output)
+            self._discarded.draw(func, args, named, output)
         self.come_from(output, frozenset({origin}))
         return output
 
@@ -297,5 +297,5 @@ def trim_memory() -> None:
 @cache
 def _malloc_trim() -> Callable[[int], object]:
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    found: Callable[[int], object] = getattr(library, "malloc_trim", bool)
-    return found
+    function: Callable[[int], object] = getattr(library, "malloc_trim", bool)
+    return function

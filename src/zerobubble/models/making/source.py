@@ -13,7 +13,7 @@ from torch import nn
 
 from zerobubble.errors import InputError
 from zerobubble.models.making.factory import ModelFactory
-from zerobubble.models.making.tracing.traced import Trace
+from zerobubble.models.making.tracing.traced import ModelTrace
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.unfit import refuse_unfit
 from zerobubble.models.observation.units import join
@@ -26,22 +26,22 @@ from zerobubble.runtime.values.stateful import state_of, stateful_tensors
 class ModelSource:
     """A model, or a function that creates one, optionally with a `trace`. Immutable."""
 
-    def __init__(self, given: nn.Module | ModelFactory, trace: Trace | None = None) -> None:
-        self._given = given
+    def __init__(self, model: nn.Module | ModelFactory, trace: ModelTrace | None = None) -> None:
+        self._given = model
         self.trace = trace
-        self.untraced = given if isinstance(given, nn.Module) else given.model
+        self.untraced = model if isinstance(model, nn.Module) else model.model
         """The model as given or created; in the latter case with its parameters on the meta device."""
         self.model = self.as_it_is_cut(self.untraced)
         """The model to cut, with the same parameters."""
 
     @classmethod
-    def from_given(cls, given: nn.Module | Callable[[], nn.Module] | ModelFactory) -> ModelSource:
+    def from_given(cls, model: nn.Module | Callable[[], nn.Module] | ModelFactory) -> ModelSource:
         """Raises `InputError` for models that cannot be cut regardless of their code, and for one without values."""
-        source = cls(given if isinstance(given, (nn.Module, ModelFactory)) else ModelFactory(given))
+        source = cls(model if isinstance(model, (nn.Module, ModelFactory)) else ModelFactory(model))
         refuse_unfit(source.model)
         if source.is_given:
             renew_inference_buffers(source.untraced)
-        named = (*given.named_parameters(), *given.named_buffers()) if isinstance(given, nn.Module) else ()
+        named = (*model.named_parameters(), *model.named_buffers()) if isinstance(model, nn.Module) else ()
         without_values = [name for name, tensor in named if tensor.is_meta]
         if without_values:
             raise InputError(
@@ -66,7 +66,7 @@ class ModelSource:
 
     def traced(self, arguments: Arguments, num_stages: int) -> ModelSource:
         """Returns the model traced into operations, for `num_stages` stages; raises `InputError` if that is impossible."""
-        return ModelSource(self._given, Trace.from_model(self.untraced, arguments, num_stages))
+        return ModelSource(self._given, ModelTrace.from_model(self.untraced, arguments, num_stages))
 
     def facts(self, about: dict[str, str]) -> ModelFacts:
         """Returns the facts that all ranks must share: `about` the cut, the model, its parameters, and their values."""
@@ -86,8 +86,8 @@ def values(model: nn.Module) -> dict[str, str] | None:
     """
     if any(is_released(parameter) for parameter in model.parameters()):
         return None
-    found = {name: digest(parameter) for name, parameter in model.named_parameters()}
+    digests = {name: digest(parameter) for name, parameter in model.named_parameters()}
     for path, part in model.named_modules():
         state = "".join(digest(tensor) for _, tensor in state_of(part))
-        found |= {key: found[key] + state for name in stateful_tensors(part) if (key := join(path, name)) in found}
-    return found
+        digests |= {key: digests[key] + state for name in stateful_tensors(part) if (key := join(path, name)) in digests}
+    return digests

@@ -43,8 +43,8 @@ class Calls:
     def any_sizes(self) -> dict[str, Any]:
         """Returns the dynamic shapes for torch.export: automatic, for each argument by name."""
         bound = self._signature.bind(*self.args, **self.kwargs).arguments
-        found: dict[str, Any] = pytree.tree_map(_any_size, dict(bound))
-        return found
+        shapes: dict[str, Any] = pytree.tree_map(_any_size, dict(bound))
+        return shapes
 
     def set_sizes(self, sizes: list[Sequence[Any]], ranges: dict[Any, Any], result: Any) -> None:
         """Sets the valid `sizes` of each leaf of the arguments, as numbers and symbols, and the `ranges` of the symbols.
@@ -62,25 +62,25 @@ class Calls:
         leaves, structure = pytree.tree_flatten(self._bound(args, kwargs))
         if structure != self._structure:
             raise self._refused(f"the arguments {_described(leaves)}", _described(self._leaves))
-        known: dict[Any, int] = {}
+        size_of: dict[Any, int] = {}
         for leaf, traced, sizes in zip(leaves, self._leaves, self._sizes, strict=True):
             if isinstance(traced, Tensor):
                 if not isinstance(leaf, Tensor) or leaf.dtype != traced.dtype or leaf.dim() != traced.dim():
                     raise self._refused(f"{_of_one(leaf)}", _of_one(traced))
-                self._judge(leaf, sizes, known)
+                self._judge(leaf, sizes, size_of)
             elif type(leaf) is not type(traced) or leaf != traced:
                 raise self._refused(repr(leaf), repr(traced))
         return leaves
 
-    def _judge(self, leaf: Tensor, sizes: Sequence[Any], known: dict[Any, int]) -> None:
+    def _judge(self, leaf: Tensor, sizes: Sequence[Any], size_of: dict[Any, int]) -> None:
         for size, traced in zip(leaf.shape, sizes, strict=True):
             if isinstance(traced, int):
                 fits = size == traced
             elif traced.is_symbol:
                 lower, upper = self._limits(traced)
-                fits = known.setdefault(traced, size) == size and lower <= size <= upper
+                fits = size_of.setdefault(traced, size) == size and lower <= size <= upper
             else:
-                fits = traced.subs(known) == size
+                fits = traced.subs(size_of) == size
             if not fits:
                 raise self._refused(f"a tensor of shape {list(leaf.shape)}", self._shown(sizes))
 
@@ -98,12 +98,12 @@ class Calls:
         shown = ", ".join(names.get(size, str(size)) for size in sizes)
         return f"a tensor of shape [{shown}] where {' and '.join(limits)}" if limits else f"a tensor of shape [{shown}]"
 
-    def _refused(self, given: str, traced: str) -> InputError:
+    def _refused(self, actual: str, traced: str) -> InputError:
         return InputError(
             "{name} was traced by torch.export, because it has too few parts, and its graph is valid for {traced}, got {given}",
             name=self._name,
             traced=traced,
-            given=given,
+            given=actual,
             remedy="give zb.split(model, example=...) arguments as in step, with the sizes of a microbatch",
         )
 

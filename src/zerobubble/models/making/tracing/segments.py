@@ -30,7 +30,7 @@ _PRODUCTS: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Segment:
+class GraphSegment:
     """Consecutive operations: the positions of their nodes in the graph, of their inputs, and of their results used elsewhere."""
 
     nodes: tuple[int, ...]
@@ -39,7 +39,7 @@ class Segment:
     outputs: tuple[int, ...]
 
 
-def cut_graph(graph: Graph, parameters: Collection[Node], num_stages: int) -> tuple[Segment, list[Segment]]:
+def cut_graph(graph: Graph, parameters: Collection[Node], num_stages: int) -> tuple[GraphSegment, list[GraphSegment]]:
     """Returns the operations on the model's arguments that every stage computes, and the operations with parameters in segments.
 
     Raises `InputError` if there are fewer than `num_stages` possible starts of a segment.
@@ -58,32 +58,32 @@ def cut_graph(graph: Graph, parameters: Collection[Node], num_stages: int) -> tu
             num_stages=num_stages,
         )
     runs = [before, *(body[first:end] for first, end in pairwise([*starts, len(body)]))]
-    made = [_segment(run, parameters, place) for run in runs]
-    return made[0], made[1:]
+    segments = [_segment(run, parameters, place) for run in runs]
+    return segments[0], segments[1:]
 
 
 def _needing_parameters(nodes: Sequence[Node], parameters: Collection[Node]) -> set[Node]:
     """Returns the nodes that only one stage may run: those that depend on parameters, draw random numbers, or mutate inputs."""
-    found = set(parameters)
+    staged = set(parameters)
     for node in nodes:
         tags, schema = getattr(node.target, "tags", ()), getattr(node.target, "_schema", None)
         is_of_one_stage = torch.Tag.nondeterministic_seeded in tags or getattr(schema, "is_mutable", False)
-        if node.op == "call_function" and (is_of_one_stage or not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node.op == "call_function" and (is_of_one_stage or not staged.isdisjoint(node.all_input_nodes)):
+            staged.add(node)
+    return staged
 
 
 def _starts(body: Sequence[Node], parameters: Collection[Node], num_stages: int) -> list[int]:
     """Returns the operations in `body` at which segments begin: few tensors cross them, and enough places to cut remain."""
     uses = [number for number, node in enumerate(body) if number and not set(parameters).isdisjoint(node.all_input_nodes)]
     widths = _widths(body)
-    found = [0] if body else []
+    starts = [0] if body else []
     for width in sorted({widths[number] for number in uses}):
-        found = [0, *(number for number in uses if widths[number] <= width)]
-        if len(found) >= 2 * num_stages:
+        starts = [0, *(number for number in uses if widths[number] <= width)]
+        if len(starts) >= 2 * num_stages:
             break
-    thin = max(1, -(-len(found) // max(_MOST, 8 * num_stages)))
-    return found[::thin]
+    thin = max(1, -(-len(starts) // max(_MOST, 8 * num_stages)))
+    return starts[::thin]
 
 
 def _widths(body: Sequence[Node]) -> list[int]:
@@ -99,32 +99,33 @@ def _widths(body: Sequence[Node]) -> list[int]:
     return widths
 
 
-def _segment(run: Sequence[Node], parameters: Collection[Node], place: dict[Node, int]) -> Segment:
-    own = set(run)
-    given = list(dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in own and each.op != "get_attr"))
-    used = [node for node in run if any(user not in own for user in node.users)]
-    return Segment(
+def _segment(run: Sequence[Node], parameters: Collection[Node], place: dict[Node, int]) -> GraphSegment:
+    members = set(run)
+    sources = dict.fromkeys(source for node in run for source in node.all_input_nodes)
+    inputs = [source for source in sources if source not in members and source.op != "get_attr"]
+    used = [node for node in run if any(user not in members for user in node.users)]
+    return GraphSegment(
         tuple(place[node] for node in run),
-        tuple(place[node] for node in given if node in parameters),
-        tuple(place[node] for node in given if node not in parameters),
+        tuple(place[node] for node in inputs if node in parameters),
+        tuple(place[node] for node in inputs if node not in parameters),
         tuple(place[node] for node in used),
     )
 
 
-def graph_of(segment: Segment, nodes: Sequence[Node], owner: torch.nn.Module) -> torch.fx.GraphModule:
+def graph_of(segment: GraphSegment, nodes: Sequence[Node], owner: torch.nn.Module) -> torch.fx.GraphModule:
     """Returns the operations of `segment` as a module, called with its parameters and inputs. `owner` has the attributes they look up."""
     graph = Graph()
-    made: dict[Node, Node] = {}
+    copies: dict[Node, Node] = {}
     for number in (*segment.parameters, *segment.inputs):
-        made[nodes[number]] = graph.placeholder(nodes[number].name)
+        copies[nodes[number]] = graph.placeholder(nodes[number].name)
 
     def copied(node: Node) -> Node:
-        if node not in made and node.op == "get_attr":
-            made[node] = graph.get_attr(str(node.target))
-        return made[node]
+        if node not in copies and node.op == "get_attr":
+            copies[node] = graph.get_attr(str(node.target))
+        return copies[node]
 
     for number in segment.nodes:
-        made[nodes[number]] = graph.node_copy(nodes[number], copied)
-        made[nodes[number]].target = _PRODUCTS.get(nodes[number].target, nodes[number].target)
-    graph.output(tuple(made[nodes[number]] for number in segment.outputs))
+        copies[nodes[number]] = graph.node_copy(nodes[number], copied)
+        copies[nodes[number]].target = _PRODUCTS.get(nodes[number].target, nodes[number].target)
+    graph.output(tuple(copies[nodes[number]] for number in segment.outputs))
     return torch.fx.GraphModule(owner, graph)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from zerobubble.error_reports.text import describe
 from zerobubble.errors import InputError
 from zerobubble.models.making.tracing.calls import Calls
-from zerobubble.models.making.tracing.segments import Segment, cut_graph, graph_of
+from zerobubble.models.making.tracing.segments import GraphSegment, cut_graph, graph_of
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.operations import Operations
@@ -28,28 +28,31 @@ _OPERATIONS, _BEFORE, _CONSTANTS = "operations", "without_parameters", "constant
 """Attribute names in a traced model."""
 
 
-class Traced(nn.Module):
-    """A model as a list of operations. Created by `Trace.over`."""
+class TracedModel(nn.Module):
+    """A model as a list of operations. Created by `ModelTrace.over`."""
 
-    def __init__(self, calls: Calls, plan: Sequence[tuple[str, Segment]], before: Segment, named: dict[int, str], given: list[int]) -> None:
+    def __init__(
+        self, calls: Calls, plan: Sequence[tuple[str, GraphSegment]], before: GraphSegment, named: dict[int, str], args: list[int]
+    ) -> None:
         super().__init__()
         self._calls = calls
         self._plan = tuple(plan)
         self._before = before
         self._named = named
-        self._given = tuple(given)
-        self._output: Any = None
+        self._args = tuple(args)
+        self._results: Sequence[tuple[bool, Any]] = ()
+        """The model's output as a list: a value's place and True, or an object that is not computed and False."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        known: dict[int, Any] = dict(zip(self._given, self._calls.leaves(args, kwargs), strict=True))
-        known |= {place: reduce(getattr, name.split("."), self) for place, name in self._named.items()}
+        values: dict[int, Any] = dict(zip(self._args, self._calls.leaves(args, kwargs), strict=True))
+        values |= {place: reduce(getattr, name.split("."), self) for place, name in self._named.items()}
         for run, segment in ((_BEFORE, self._before), *self._plan):
-            made = self.get_submodule(run)(*(known[place] for place in (*segment.parameters, *segment.inputs)))
-            known.update(zip(segment.outputs, made, strict=True))
-        return self._calls.result([known[leaf] if is_made else leaf for is_made, leaf in self._output])
+            outputs = self.get_submodule(run)(*(values[place] for place in (*segment.parameters, *segment.inputs)))
+            values.update(zip(segment.outputs, outputs, strict=True))
+        return self._calls.result([values[leaf] if is_made else leaf for is_made, leaf in self._results])
 
 
-class Trace:
+class ModelTrace:
     """The result of torch.export: operations in segments, which can become the parts of any model with the same code."""
 
     def __init__(self, calls: Calls, programs: tuple[ExportedProgram, ExportedProgram], num_stages: int) -> None:
@@ -62,13 +65,13 @@ class Trace:
         self._plan = [(f"{_OPERATIONS}.{self._nodes[0][segment.nodes[0]].name}", segment) for segment in segments]
 
     @classmethod
-    def from_model(cls, model: nn.Module, arguments: Arguments, num_stages: int) -> Trace:
+    def from_model(cls, model: nn.Module, arguments: Arguments, num_stages: int) -> ModelTrace:
         """Traces the operations of `model` into segments for `num_stages` stages. Parameters may be on the meta device.
 
         Raises `InputError` if torch cannot trace it, and if its operations in training and in evaluation differ in more than constants.
         """
         name = type(model).__name__
-        taken = [own for own in (_OPERATIONS, _BEFORE, _CONSTANTS) if hasattr(model, own)]
+        taken = [name_taken for name_taken in (_OPERATIONS, _BEFORE, _CONSTANTS) if hasattr(model, name_taken)]
         if taken:
             raise InputError(
                 "it has an attribute {attribute!r}, a name reserved in traced models", attribute=taken[0], remedy="rename that attribute"
@@ -85,24 +88,24 @@ class Trace:
         _set_sizes(calls, training)
         return cls(calls, (training, evaluation), num_stages)
 
-    def over(self, model: nn.Module) -> Traced:
+    def over(self, model: nn.Module) -> TracedModel:
         """Returns `model` as its operations, with its own parameters under their names."""
         nodes = self._nodes[0]
         place = {node: number for number, node in enumerate(nodes)}
         places = {place[node]: name for node, name in self._names.items()}
-        made = Traced(self._calls, self._plan, self._before, places, [place[node] for node in _user_inputs(self._programs[0])])
-        _register_tensors(made, model, self._constants)
+        traced = TracedModel(self._calls, self._plan, self._before, places, [place[node] for node in _user_inputs(self._programs[0])])
+        _register_tensors(traced, model, self._constants)
         operations = {name.partition(".")[2]: self._operations(segment, model, places) for name, segment in self._plan}
-        made.add_module(_OPERATIONS, nn.ModuleDict(operations))
-        made.add_module(_BEFORE, graph_of(self._before, nodes, self._programs[0].graph_module))
+        traced.add_module(_OPERATIONS, nn.ModuleDict(operations))
+        traced.add_module(_BEFORE, graph_of(self._before, nodes, self._programs[0].graph_module))
         (results,) = nodes[-1].args
-        made._output = tuple((isinstance(each, Node), place[each] if isinstance(each, Node) else each) for each in results)
-        made.train(model.training)
+        traced._results = tuple((isinstance(result, Node), place[result] if isinstance(result, Node) else result) for result in results)
+        traced.train(model.training)
         if hasattr(model, "config"):
-            made.config = model.config  # used to complete arguments
-        return made
+            traced.config = model.config  # used to complete arguments
+        return traced
 
-    def _operations(self, segment: Segment, model: nn.Module, places: dict[int, str]) -> Operations:
+    def _operations(self, segment: GraphSegment, model: nn.Module, places: dict[int, str]) -> Operations:
         of_modes = zip(self._nodes, self._programs, strict=True)
         training, evaluation = (graph_of(segment, nodes, program.graph_module) for nodes, program in of_modes)
         return Operations(training, evaluation, [model.get_parameter(places[number]) for number in segment.parameters])
@@ -116,7 +119,8 @@ def _with_zeros(model: nn.Module) -> nn.Module:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
     others: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    others |= {id(each): nn.Parameter(untouched_zeros(each), requires_grad=each.requires_grad) for each in model.parameters()}
+    for parameter in model.parameters():
+        others[id(parameter)] = nn.Parameter(untouched_zeros(parameter), requires_grad=parameter.requires_grad)
     return copy_of(model, others)
 
 
@@ -126,8 +130,8 @@ def _at_least_two(arguments: Arguments) -> Arguments:
     if not all(leaf.dim() and leaf.shape[0] == 1 for leaf in leaves if isinstance(leaf, Tensor)):
         return arguments
     twice = [torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    found: Arguments = pytree.tree_unflatten(twice, structure)
-    return found
+    doubled: Arguments = pytree.tree_unflatten(twice, structure)
+    return doubled
 
 
 def _exported(model: nn.Module, calls: Calls, *, training: bool) -> ExportedProgram:
@@ -183,24 +187,24 @@ def _named(program: ExportedProgram) -> tuple[dict[Node, str], dict[str, Tensor]
     return names, constants
 
 
-def _register_tensors(made: nn.Module, model: nn.Module, constants: dict[str, Tensor]) -> None:
-    """Gives `made` all parameters and buffers of `model`, under all of their names, and the constants of the graph."""
+def _register_tensors(traced: nn.Module, model: nn.Module, constants: dict[str, Tensor]) -> None:
+    """Gives `traced` the parameters and buffers of `model` under all their names, and the constants of the graph."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, own = _owner(made, name)
-        owner.register_parameter(own, parameter)
+        owner, attribute = _owner(traced, name)
+        owner.register_parameter(attribute, parameter)
     for path, module in model.named_modules(remove_duplicate=False):
-        for own, buffer in module._buffers.items():
-            owner, _ = _owner(made, f"{path}.{own}" if path else own)
-            owner.register_buffer(own, buffer, persistent=own not in module._non_persistent_buffers_set)
-    for own, tensor in constants.items():
-        _owner(made, f"{_CONSTANTS}.{own}")[0].register_buffer(own, tensor.detach(), persistent=False)
+        for attribute, buffer in module._buffers.items():
+            owner, _ = _owner(traced, f"{path}.{attribute}" if path else attribute)
+            owner.register_buffer(attribute, buffer, persistent=attribute not in module._non_persistent_buffers_set)
+    for attribute, tensor in constants.items():
+        _owner(traced, f"{_CONSTANTS}.{attribute}")[0].register_buffer(attribute, tensor.detach(), persistent=False)
 
 
-def _owner(made: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(owner: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Returns the module that owns the tensor of this name, created if missing, and the tensor's name in it."""
-    path, _, own = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     for child in filter(None, path.split(".")):
-        if child not in made._modules:
-            made.add_module(child, nn.Module())
-        made = made.get_submodule(child)
-    return made, own
+        if child not in owner._modules:
+            owner.add_module(child, nn.Module())
+        owner = owner.get_submodule(child)
+    return owner, attribute
