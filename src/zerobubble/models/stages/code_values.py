@@ -30,9 +30,8 @@ class CodeValues:
         code_of = {kind: dict(_code_of(kind)) for kind in kinds}
         functions = [function for code in code_of.values() for function in code.values()]
         state = PythonState(*functions, left_out=[*model.modules(), *kinds])
-        found = state.snapshot()
         self._names = state.names
-        self._before = [(place, content) for place, content in zip(*found, strict=False) if place.path not in GENERATORS]
+        self._before = [(place, content) for place, content in zip(*state.snapshot(), strict=False) if place.path not in GENERATORS]
         places = chain(_places_of_functions(functions), *(_places_of_class(kind, code) for kind, code in code_of.items()))
         self._before += [(place, place.read()) for place in places]
 
@@ -93,10 +92,10 @@ def _places_of_functions(left: Iterable[FunctionType]) -> Iterator[Place]:
         if function in seen:
             continue
         seen.add(function)
-        names, own = names_in(function.__code__), globals_in(function.__code__)
-        modules = [value for name in own if isinstance(value := function.__globals__.get(name), ModuleType)]
+        names, global_names = names_in(function.__code__), globals_in(function.__code__)
+        modules = [value for name in global_names if isinstance(value := function.__globals__.get(name), ModuleType)]
         of_modules = [(vars(module), names) for module in modules if not is_constant_code(module.__name__)]
-        for namespace, used in ((function.__globals__, own), *of_modules):
+        for namespace, used in ((function.__globals__, global_names), *of_modules):
             called = [name for name in used if _is_own_function(namespace.get(name))]
             if called:
                 yield globals_place(namespace, called)
@@ -107,7 +106,9 @@ def _is_own_function(value: Any) -> bool:
     return isinstance(value, FunctionType) and not is_constant_code(value.__module__)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one is other or (one.__code__ == other.__code__ and not (one.__closure__ or one.__defaults__ or one.__kwdefaults__))
-    return one is other or (type(one) is type(other) and isinstance(one, _ATOMS) and bool(one == other))
+def _are_equal(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(now, FunctionType) and isinstance(before, FunctionType):
+        return now.__code__ == before.__code__ and not (now.__closure__ or now.__defaults__ or now.__kwdefaults__)
+    return type(now) is type(before) and isinstance(now, _ATOMS) and bool(now == before)

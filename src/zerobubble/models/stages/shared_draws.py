@@ -184,15 +184,15 @@ class CodeGenerators:
     """The generators of Python, NumPy and the stage `model` of these `paths`, from which the code around its units draws."""
 
     def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
-        found = PythonState(model).generators()
-        lacking = [path for path in paths if path not in found]
+        generators = PythonState(model).generators()
+        lacking = [path for path in paths if path not in generators]
         if lacking:
             raise InputError(
                 "the model's code draws random numbers between its parts, from {generators}, which a stage does not have",
                 generators=named_generators(lacking),
                 remedy=REMEDY,
             )
-        self._generators: Mapping[str, GeneratorState] = {path: found[path] for path in sorted(paths)}
+        self._generators: Mapping[str, GeneratorState] = {path: generators[path] for path in sorted(paths)}
 
     def all(self) -> Collection[GeneratorState]:
         """Returns the generators."""

@@ -136,15 +136,15 @@ class StageForward:
 
     def leaves_of(self, call: UnitCall) -> Leaves:
         """Returns the output of a call that a later stage needs."""
-        found = self.made.get(call, self._received.get(call))
-        if found is None:
+        leaves = self.made.get(call, self._received.get(call))
+        if leaves is None:
             raise InputError(
                 "{call} did not run with this microbatch: {reason}",
                 call=str(call),
                 reason=_SELECTS,
                 remedy=_SELECT_INSIDE,
             )
-        return found
+        return leaves
 
     def leave_code(self) -> None:
         """Ends code around the units, before a unit of this stage or at the end of the forward."""
@@ -316,10 +316,10 @@ class _StageCode:
             return []
         original, crossed, _ = self._arguments(model, args, kwargs)
         crossing = self._boundaries(model, *original).crossing
-        given = _tensors_in(original)
+        inputs = _tensors_in(original)
         arrived = {call: _tensors_in(leaves) for call, leaves in zip(crossing.arriving[self._stage], crossed, strict=True)}
         before = calls_before(crossing.flow)
-        behind = {call: [*given, *chain.from_iterable(arrived.get(other, ()) for other in before[call])] for call in arrived}
+        behind = {call: [*inputs, *chain.from_iterable(arrived.get(other, ()) for other in before[call])] for call in arrived}
         return [Origin(call.unit, tensor, behind[call]) for call, tensors in arrived.items() for tensor in tensors]
 
     def _arguments(
@@ -336,18 +336,18 @@ class _StageCode:
         with making_tensors():
             flow = self._observed.flow(args, kwargs, training=model.training)
         self._record(model)
-        found = self._of_flows.get(id(flow))
-        if found is None:
+        boundaries = self._of_flows.get(id(flow))
+        if boundaries is None:
             self._have_modules_called(model)
             self._refuse_draws(flow.drawn)
             generators = CodeGenerators(model, flow.drawn) if flow.drawn else None
             crossing = crossings(flow, self._cut)
             others = {path: generator for path, generator in self._observed.generators().items() if path not in flow.drawn}
             late = LateDraws(others, device_of(args, kwargs), None if crossing.shares_draws else flow.places)
-            found = self._of_flows[id(flow)] = _Boundaries(crossing, generators, late)  # holds the flow: its id stays unique
+            boundaries = self._of_flows[id(flow)] = _Boundaries(crossing, generators, late)  # holds the flow: its id stays unique
             while len(self._of_flows) > self._REMEMBERED:
                 self._of_flows.popitem(last=False)
-        return found
+        return boundaries
 
     def _have_modules_called(self, model: nn.Module) -> None:
         """Redirects direct calls of a unit's `forward` in the model's code to the module."""
@@ -392,12 +392,12 @@ def stage_model(
     of_trace = _Trace(traced, model, code_values)
     make_parameter = _parameter_maker(cut, stage, device)
     make_unit = _unit_maker(observed, cut, stage, current, follower, make_parameter)
-    made = assemble(model, units, make_unit, make_parameter, follower)
+    model_of_stage = assemble(model, units, make_unit, make_parameter, follower)
     observed.add(follower)
     if device is not None:
         for shape_only in observed.shape_only_by_name.values():
             show_on(shape_only.unit, device)
-    show_all_parameters(made, model, units.around, current)
+    show_all_parameters(model_of_stage, model, units.around, current)
     code = _StageCode(observed, cut, stage, type(model), current, refuse_draws)
     changes = _ChangesOfModel(model, observed, follower, of_trace, refuse_counts, is_last=stage == cut.num_stages - 1)
     elsewhere = SetElsewhere(model, observed, cut, stage, follower)
@@ -407,12 +407,12 @@ def stage_model(
         names = [name for name, home in cut.stage_of.items() if home == stage]
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
-    own: dict[str, Any] = _calls_of(code) | {"model_parts": model_parts, "__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
-    own |= {"follow_model": changes.follow_model, "has_state": changes.has_state, "give_back": changes.give_back}
-    own |= {"set_elsewhere": elsewhere.attributes, "parts_elsewhere": elsewhere.parts, "set_by_other_parts": elsewhere.of_other_units}
-    own |= {"read_elsewhere": ReadElsewhere(model, observed, cut, stage, follower).state}
-    made.__class__ = with_own(type(model), own)
-    return made
+    members: dict[str, Any] = _calls_of(code) | {"model_parts": model_parts, "__deepcopy__": refuse_copy, "__reduce_ex__": refuse_copy}
+    members |= {"follow_model": changes.follow_model, "has_state": changes.has_state, "give_back": changes.give_back}
+    members |= {"set_elsewhere": elsewhere.attributes, "parts_elsewhere": elsewhere.parts, "set_by_other_parts": elsewhere.of_other_units}
+    members |= {"read_elsewhere": ReadElsewhere(model, observed, cut, stage, follower).state}
+    model_of_stage.__class__ = with_own(type(model), members)
+    return model_of_stage
 
 
 def _calls_of(code: _StageCode) -> dict[str, Callable[..., Any]]:
@@ -518,19 +518,19 @@ def _unit_maker(
 ) -> Callable[[str, nn.Module], nn.Module]:
     @cache
     def reached() -> set[int]:
-        return follower.reached(PythonState(*own).owners())
+        return follower.reached(PythonState(*units_here).owners())
 
     def showing() -> AbstractContextManager[None]:
         return follower.shown(reached()) if reached() else nullcontext()
 
-    own: list[nn.Module] = []
+    units_here: list[nn.Module] = []
 
     def make(name: str, unit: nn.Module) -> nn.Module:
         if cut.stage_of[name] == stage:
-            own.append(unit)
-            made = _own_unit(name, unit, current, showing)
-            follower.add(name, unit, _OwnUnit(unit, made), contents=False)
-            return made
+            units_here.append(unit)
+            recording = _own_unit(name, unit, current, showing)
+            follower.add(name, unit, _OwnUnit(unit, recording), contents=False)
+            return recording
         stand_in = RemoteUnit(observed.shape_only_by_name[name], current)
         give_tensors(stand_in, name, unit, make_parameter)
         follower.add(name, unit, _Remote(name, unit, stand_in, make_parameter), contents=False)
@@ -554,9 +554,9 @@ def _own_unit(name: str, unit: nn.Module, current: _Current, showing: Callable[[
             output = super(own_class(self), self).__call__(*args, **kwargs)
         return current.forward.note(name, args, kwargs, output) if hasattr(current, "forward") else output
 
-    made: nn.Module = object.__new__(with_own(type(unit), {"__call__": call}))
-    made.__dict__ = unit.__dict__
-    return made
+    recording: nn.Module = object.__new__(with_own(type(unit), {"__call__": call}))
+    recording.__dict__ = unit.__dict__
+    return recording
 
 
 class _OwnUnit(NamedTuple):
@@ -664,25 +664,25 @@ def _parameter_maker(cut: ModelCut, stage: int, device: torch.device | None) -> 
     def make(name: str, parameter: nn.Parameter) -> Tensor:
         if name in cut.parameters[stage]:
             return parameter
-        made = placeholder_like(parameter, parameter.device if device is None else device)
-        return made.requires_grad_(parameter.requires_grad)  # the model's code may check it
+        placeholder = placeholder_like(parameter, parameter.device if device is None else device)
+        return placeholder.requires_grad_(parameter.requires_grad)  # the model's code may check it
 
     return make
 
 
-def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Leaves], DrawsMessage]:
+def _unpacked(stage: int, kwargs_given: dict[str, Any]) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Leaves], DrawsMessage]:
     """Returns what `_StageCode._arguments` does, for a later stage.
 
     Every stage runs the model's code with the arguments of the first stage. Arguments of the same names passed to later ranks are ignored.
     Raises `InputError` for arguments that the first stage did not get.
     """
-    args, kwargs, crossed, shared = (given[name] for name in _MESSAGE)
-    own = sorted(given.keys() - set(_MESSAGE) - kwargs.keys())
-    if own:
+    args, kwargs, crossed, shared = (kwargs_given[name] for name in _MESSAGE)
+    unknown = sorted(kwargs_given.keys() - set(_MESSAGE) - kwargs.keys())
+    if unknown:
         raise InputError(
             "step(kwargs=...) gives {own} to stage {stage} and not to the first stage, but every stage of a cut model runs "
             "with the arguments of the first",
-            own=", ".join(map(repr, own)),
+            own=", ".join(map(repr, unknown)),
             stage=stage,
             remedy="give them on the rank of the first stage too, by the same names",
         )
