@@ -50,14 +50,14 @@ def read_config(path: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # an invalid file can fail anywhere in Transformers
-        own = _own_code(transformers, path)
-        if own:
+        custom = _own_code(transformers, path)
+        if custom:
             raise InputError(
                 "the configuration in {path} has custom code, {own}, which is not run here: if you trust it, cut the model in "
                 "Python, with zb.split(lambda: AutoModelForCausalLM.from_config(config, "
                 "trust_remote_code=True)).describe(num_stages)",
                 path=str(path),
-                own=own,
+                own=custom,
             ) from error
         raise InputError(
             "{path} is not a readable configuration of Transformers: {reason}", path=str(path), reason=_first_line(error)
@@ -97,10 +97,10 @@ def _sized(example: Any, batch: int, sequence: int | None) -> Any:
 
 
 def _repeated(tensor: Tensor, batch: int, sequence: int | None) -> Tensor:
-    one = tensor[:1]
-    if sequence is not None and one.dim() == 2 and not one.is_floating_point():
-        one = one[:, :1].expand(1, sequence)
-    return one.expand(batch, *one.shape[1:]).clone(memory_format=torch.contiguous_format)
+    repeated = tensor[:1]
+    if sequence is not None and repeated.dim() == 2 and not repeated.is_floating_point():
+        repeated = repeated[:, :1].expand(1, sequence)
+    return repeated.expand(batch, *repeated.shape[1:]).clone(memory_format=torch.contiguous_format)
 
 
 def _first_line(error: Exception) -> str:

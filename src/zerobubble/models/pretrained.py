@@ -32,15 +32,15 @@ def write_pretrained(
             num_stages=saved.rest["num_stages"],
             remedy="train stages of zb.split, which keep the model's names",
         )
-    found = resolve_path(folder, "folder")
-    if found.is_file():
+    target = resolve_path(folder, "folder")
+    if target.is_file():
         raise InputError("{folder} is a file, and weights are written into a folder", folder=str(folder))
     model = _model_with(saved, config if is_configuration(config) else read_config(str(config)), adapter)
     try:
         if adapter is None:
-            model.save_pretrained(found, max_shard_size=shard_bytes)
+            model.save_pretrained(target, max_shard_size=shard_bytes)
         else:
-            model.save_pretrained(found)  # the adapter alone, in one file
+            model.save_pretrained(target)  # the adapter alone, in one file
     except (OSError, SafetensorError) as error:  # a full disk raises either
         raise InputError("weights cannot be written to {folder}: {reason}", folder=str(folder), reason=str(error)) from error
 

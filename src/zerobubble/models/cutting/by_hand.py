@@ -16,16 +16,16 @@ ByHand = Sequence[str] | Sequence[int] | str
 
 CUTS = Wanted(
     "names of parts, numbers of layers, a layout of Megatron or a plan for layers",
-    lambda given: isinstance(given, (str, list, tuple, Plan)) and bool(given),
+    lambda value: isinstance(value, (str, list, tuple, Plan)) and bool(value),
 )
 
 
-def spelled_out(given: ByHand | Plan) -> ByHand:
+def spelled_out(cuts: ByHand | Plan) -> ByHand:
     """Returns the cuts, those of a plan by name; raises `InputError` for a plan without names."""
-    if not isinstance(given, Plan):
-        return given
-    names = given.problem.first_layers
-    if not names and given.placement.num_stages > 1:
+    if not isinstance(cuts, Plan):
+        return cuts
+    names = cuts.problem.first_layers
+    if not names and cuts.placement.num_stages > 1:
         raise InputError(
             "this plan has no names of the first parts of its stages",
             remedy="create it from named layers, with zerobubble plan --layers and a file written by zerobubble split or "
@@ -34,7 +34,7 @@ def spelled_out(given: ByHand | Plan) -> ByHand:
     return names
 
 
-def stages_by_hand(given: ByHand, units: Sequence[str], blocks: frozenset[str], heads: frozenset[str] = frozenset()) -> list[list[str]]:
+def stages_by_hand(cuts: ByHand, units: Sequence[str], blocks: frozenset[str], heads: frozenset[str] = frozenset()) -> list[list[str]]:
     """Returns the units of each stage, in the order of `units`, in which every unit follows those whose output it takes.
 
     `blocks` are the layers, `heads` the units that produce the model's output.
@@ -42,13 +42,13 @@ def stages_by_hand(given: ByHand, units: Sequence[str], blocks: frozenset[str], 
     Units before the first layer belong to the first stage, those after the last layer to the last stage, and others to the layer before
     them. Raises `InputError` for cuts that do not fit the model, naming its parts.
     """
-    if isinstance(given, str):
-        return stages_by_layout(given, units, blocks, heads)
-    if all(isinstance(each, str) for each in given):
-        return _by_names([str(each) for each in given], units)
-    if all(type(each) is int and each >= 0 for each in given):
-        return stages_by_counts([int(each) for each in given], units, [unit for unit in units if unit in blocks])
-    raise wrong("cuts", given, "names of parts, numbers of layers or a Megatron layout")
+    if isinstance(cuts, str):
+        return stages_by_layout(cuts, units, blocks, heads)
+    if all(isinstance(start, str) for start in cuts):
+        return _by_names([str(start) for start in cuts], units)
+    if all(type(count) is int and count >= 0 for count in cuts):
+        return stages_by_counts([int(count) for count in cuts], units, [unit for unit in units if unit in blocks])
+    raise wrong("cuts", cuts, "names of parts, numbers of layers or a Megatron layout")
 
 
 def _by_names(names: Sequence[str], units: Sequence[str]) -> list[list[str]]:
@@ -85,8 +85,8 @@ def stages_by_layout(layout: str, units: Sequence[str], blocks: Collection[str],
     if sum("L" in stage for stage in stages) < 2:
         return stages_by_counts(counts, units, layers)
     losses = [stage.count("L") for stage in stages]
-    found = _heads(layout, sum(losses), units[units.index(layers[-1]) + 1 :], heads)
-    return stages_by_counts([count + more for count, more in zip(counts, losses, strict=True)], units, layers, found)
+    ends = _heads(layout, sum(losses), units[units.index(layers[-1]) + 1 :], heads)
+    return stages_by_counts([count + more for count, more in zip(counts, losses, strict=True)], units, layers, ends)
 
 
 def stages_by_counts(counts: Sequence[int], units: Sequence[str], layers: Sequence[str], heads: Sequence[str] = ()) -> list[list[str]]:
@@ -141,18 +141,18 @@ def _layers(layout: str, stages: Sequence[str], units: Sequence[str], blocks: Co
 
 def _heads(layout: str, num_losses: int, behind: Sequence[str], heads: Collection[str]) -> list[str]:
     """Returns the parts after the last layer that produce the model's output, one per L; raises `InputError` for another number."""
-    found = [unit for unit in behind if unit in heads]
-    if len(found) != num_losses:
+    producers = [unit for unit in behind if unit in heads]
+    if len(producers) != num_losses:
         raise InputError(
             "layout {layout!r} distributes {num_losses} losses L over several stages, one for each head of the model, but "
             "its output comes from {num_found} parts after its last layer ({found})",
             layout=layout,
             num_losses=num_losses,
-            num_found=len(found),
-            found=listed(found),
+            num_found=len(producers),
+            found=listed(producers),
             remedy="write every L in the last stage, or give each prediction its own head, with the same weight if they share it",
         )
-    return found
+    return producers
 
 
 def listed(units: Sequence[str]) -> str:

@@ -95,7 +95,7 @@ def joined_inside_blocks(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     for layer in layers:
         before = groups[-1] if groups else []
         is_in_block = bool(layer.block) and bool(before) and before[0].block == layer.block
-        if is_in_block and sum(each.time for each in before) <= _SMALL * whole[layer.block]:
+        if is_in_block and sum(part.time for part in before) <= _SMALL * whole[layer.block]:
             before.append(layer)
         else:
             groups.append([layer])

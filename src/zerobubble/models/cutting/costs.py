@@ -31,7 +31,7 @@ from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.python_state import PythonState
 
 
-class Estimate(NamedTuple):
+class CallEstimate(NamedTuple):
     """FLOPs of F, B and W, and bytes: saved by F, kept by B for W, and of the output."""
 
     forward: int
@@ -42,23 +42,23 @@ class Estimate(NamedTuple):
     message: int
 
 
-def estimated_layers(found: Units, flow: Dataflow, machine: Machine) -> tuple[Layer, ...]:
+def estimated_layers(units: Units, flow: Dataflow, machine: Machine) -> tuple[Layer, ...]:
     """Returns each unit that a forward calls as a layer, with all its calls summed.
 
     Before the first trained unit, no gradient flows, so there is no B; in that unit, B stops at the trained parameters. A cut inside a
     block also transfers the input of the block, as its residual.
     """
-    units = found.units
-    equivalents = equivalents_of(units)
-    known = {each: ResultCache[Estimate](each) for each in equivalents.values()}
-    calls: dict[str, list[Estimate]] = {}
+    modules = units.units
+    equivalents = equivalents_of(modules)
+    caches = {group: ResultCache[CallEstimate](group) for group in equivalents.values()}
+    calls: dict[str, list[CallEstimate]] = {}
     flows_back = False
     for call, called in flow.calls.items():
-        estimate = _estimate(units[call.unit], called, flows_back, known[equivalents[call.unit]])
+        estimate = _estimate(modules[call.unit], called, flows_back, caches[equivalents[call.unit]])
         calls.setdefault(call.unit, []).append(estimate)
-        flows_back = flows_back or _trains(units[call.unit])
-    messages = _messages({name: estimates[-1].message for name, estimates in calls.items()}, found.block_of)
-    return tuple(_layer(name, found, estimates, messages[name], machine) for name, estimates in calls.items())
+        flows_back = flows_back or _trains(modules[call.unit])
+    messages = _messages({name: estimates[-1].message for name, estimates in calls.items()}, units.block_of)
+    return tuple(_layer(name, units, estimates, messages[name], machine) for name, estimates in calls.items())
 
 
 def _messages(outputs: Mapping[str, int], block_of: Mapping[str, str]) -> dict[str, int]:
@@ -73,10 +73,10 @@ def _messages(outputs: Mapping[str, int], block_of: Mapping[str, str]) -> dict[s
     return messages
 
 
-def _layer(name: str, found: Units, calls: Sequence[Estimate], message: int, machine: Machine) -> Layer:
+def _layer(name: str, units: Units, calls: Sequence[CallEstimate], message: int, machine: Machine) -> Layer:
     forward, backward, weight, saved, pending, _ = map(sum, zip(*calls, strict=True))
     times = [machine.time(count) for count in (forward, backward, weight)]
-    unit, block = found.units[name], found.block_of.get(name, "")
+    unit, block = units.units[name], units.block_of.get(name, "")
     kept = trained_bytes(parameters_of(unit)) + untrained_bytes(unit)
     short = name.removeprefix(f"{block}.")
     return Layer(times[0], times[1], times[2], saved, pending, kept, machine.message_time(message), short, block)
@@ -86,20 +86,20 @@ def _trains(unit: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in parameters_of(unit))
 
 
-def _estimate(unit: nn.Module, called: CallRecord, flows_back: bool, known: ResultCache[Estimate]) -> Estimate:
+def _estimate(unit: nn.Module, called: CallRecord, flows_back: bool, cache: ResultCache[CallEstimate]) -> CallEstimate:
     """Estimates a call of a unit, or returns the estimate of an equivalent one."""
-    name, given = called.call.unit, called.given
-    key = (flows_back, called.flops, *map(_kind, called.form.leaves), repr(given.structure), *map(_kind, given.leaves))
-    found = known.find(name, key)
-    if found is not None:
-        return found
+    name, arguments = called.call.unit, called.given
+    key = (flows_back, called.flops, *map(_kind, called.form.leaves), repr(arguments.structure), *map(_kind, arguments.leaves))
+    cached = cache.find(name, key)
+    if cached is not None:
+        return cached
     on_meta = _on_meta(unit)
-    estimate, read = known.run(on_meta, lambda: _run_or_guess(on_meta, called, flows_back))
-    known.keep(name, key, estimate, read)
+    estimate, read = cache.run(on_meta, lambda: _run_or_guess(on_meta, called, flows_back))
+    cache.keep(name, key, estimate, read)
     return estimate
 
 
-def _run_or_guess(unit: nn.Module, called: CallRecord, flows_back: bool) -> Estimate:
+def _run_or_guess(unit: nn.Module, called: CallRecord, flows_back: bool) -> CallEstimate:
     """Estimates a call; if the unit cannot run alone on the meta device, B and W are assumed to take as long as F."""
     message = sum(map(_bytes, called.form.tensors))
     try:
@@ -107,36 +107,36 @@ def _run_or_guess(unit: nn.Module, called: CallRecord, flows_back: bool) -> Esti
             return _run(unit, called.given, flows_back, message)
     except Exception:  # noqa: BLE001 - its code reads values, does not support the meta device, or needs what an earlier call has kept
         trains = _trains(unit)
-        return Estimate(called.flops, called.flops * flows_back, called.flops * trains, message, message * trains, message)
+        return CallEstimate(called.flops, called.flops * flows_back, called.flops * trains, message, message * trains, message)
 
 
-def _run(unit: nn.Module, given: OutputForm, flows_back: bool, message: int) -> Estimate:
+def _run(unit: nn.Module, arguments: OutputForm, flows_back: bool, message: int) -> CallEstimate:
     with _work_for_weights(unit) as pending, _saved(unit) as saved, FlopCounter() as counting:
-        inputs, outputs = _inputs_and_outputs(unit, given, flows_back)
+        inputs, outputs = _inputs_and_outputs(unit, arguments, flows_back)
     trained = [parameter for parameter in parameters_of(unit) if parameter.requires_grad]
     everything = _backward_flops(outputs, [*inputs, *trained])
-    inputs, outputs = _inputs_and_outputs(unit, given, flows_back=flows_back or bool(trained))
+    inputs, outputs = _inputs_and_outputs(unit, arguments, flows_back=flows_back or bool(trained))
     flowing = _backward_flops(outputs, inputs)
     weight = everything - flowing
     if trained and not flows_back:  # B still runs from the output to the trained layers in the unit
-        inputs, outputs = _inputs_and_outputs(unit, given, flows_back=True)
+        inputs, outputs = _inputs_and_outputs(unit, arguments, flows_back=True)
         weight = min(everything, _backward_flops(outputs, [*inputs, *trained]) - flowing)
-    return Estimate(counting.get_total_flops(), everything - weight, weight, saved.bytes, pending.bytes, message)
+    return CallEstimate(counting.get_total_flops(), everything - weight, weight, saved.bytes, pending.bytes, message)
 
 
-def _inputs_and_outputs(unit: nn.Module, given: OutputForm, flows_back: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _inputs_and_outputs(unit: nn.Module, arguments: OutputForm, flows_back: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the inputs that receive gradients, and the outputs, of a forward with such arguments.
 
     What the unit keeps for its next forward is not kept, so that all forwards have the same FLOPs.
     """
-    args, kwargs = given.filled([_flowing(leaf) if flows_back else leaf for leaf in given.leaves])
+    args, kwargs = arguments.filled([_flowing(leaf) if flows_back else leaf for leaf in arguments.leaves])
     if isinstance(unit, Operations):
         args = (*unit.given_parameters, *args[len(unit.given_parameters) :])
     with torch.enable_grad(), collecting_losses(), FusedAttention(), PythonState(unit).restored():
         output = unit(*args, **kwargs)
     flowing = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    own = set(map(id, parameters_of(unit)))
-    inputs = [leaf for leaf in flowing if id(leaf) not in own]
+    parameters = set(map(id, parameters_of(unit)))
+    inputs = [leaf for leaf in flowing if id(leaf) not in parameters]
     return inputs, [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, Tensor)]
 
 
@@ -158,9 +158,9 @@ def _backward_flops(outputs: list[Tensor], wanted: list[Tensor]) -> int:
 class _Storages:
     """Counts the bytes of tensors, each storage once."""
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, uncounted: Iterable[Tensor] = ()) -> None:
         self.bytes = 0
-        self._alive = {tensor.untyped_storage()._cdata: tensor for tensor in known}  # kept alive: an address may be reused
+        self._alive = {tensor.untyped_storage()._cdata: tensor for tensor in uncounted}  # kept alive: an address may be reused
 
     def add(self, tensor: Tensor) -> None:
         """Counts the storage of `tensor`, unless already counted."""
@@ -172,30 +172,30 @@ class _Storages:
 @contextmanager
 def _saved(unit: nn.Module) -> Iterator[_Storages]:
     """Counts the tensors that autograd saves inside, without parameters and buffers."""
-    found = _Storages(itertools.chain(parameters_of(unit), unit.buffers()))
+    storages = _Storages(itertools.chain(parameters_of(unit), unit.buffers()))
 
     def pack(tensor: Tensor) -> Tensor:
-        found.add(tensor)
+        storages.add(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield storages
 
 
 @contextmanager
 def _work_for_weights(unit: nn.Module) -> Iterator[_Storages]:
     """Counts the tensors that W needs of the layers called inside: for each trained weight, its layer's input and output gradient."""
-    found = _Storages()
+    storages = _Storages()
 
     def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in pytree.tree_leaves((args, output)):
             if isinstance(tensor, Tensor):
-                found.add(tensor)
+                storages.add(tensor)
 
-    own = [part for part in unit.modules() if any(p.requires_grad and p.dim() > 1 for p in part.parameters(recurse=False))]
-    handles = [part.register_forward_hook(count) for part in own]
+    layers = [part for part in unit.modules() if any(p.requires_grad and p.dim() > 1 for p in part.parameters(recurse=False))]
+    handles = [part.register_forward_hook(count) for part in layers]
     try:
-        yield found
+        yield storages
     finally:
         for handle in handles:
             handle.remove()
@@ -203,14 +203,10 @@ def _work_for_weights(unit: nn.Module) -> Iterator[_Storages]:
 
 def _on_meta(unit: nn.Module) -> nn.Module:
     """Returns a copy of `unit` on the meta device, with the same `requires_grad`."""
-    memo = other_tensors(unit, _meta)
+    memo = other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
     for parameter in unit.parameters():
         memo[id(parameter)].requires_grad_(parameter.requires_grad)
     return copy_of(unit, memo)
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")
 
 
 def _flowing(leaf: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.dataflow import Dataflow, DirectParameter, RandomDraw, Source, UnitCall
@@ -64,13 +63,16 @@ def crossings(flow: Dataflow, cut: ModelCut) -> Crossings:
     users = _users(flow, cut.stage_of, cut.num_stages)
     _refuse_missing_parameters(users, cut)
     home = {call: cut.stage_of[call.unit] for call in flow.calls}
-    last_use = {source: stage for stage, sources in sorted(users, key=itemgetter(0)) for source in sources}
+    uses: dict[Source, list[int]] = {}
+    for stage, sources in users:
+        for source in sources:
+            uses.setdefault(source, []).append(stage)
+    last_use = {source: max(using) for source, using in uses.items()}
     stages = range(cut.num_stages)
     arriving = tuple(tuple(call for call in home if home[call] < stage <= last_use.get(call, 0)) for stage in stages)
     leaving = tuple(tuple(call for call in home if home[call] <= stage < last_use.get(call, 0)) for stage in stages)
     last_calls = {stage: call for call, stage in home.items()}
-    first_use = {source: stage for stage, sources in sorted(users, key=itemgetter(0), reverse=True) for source in sources}
-    are_several = any(isinstance(source, RandomDraw) and first_use[source] < stage for source, stage in last_use.items())
+    are_several = any(isinstance(source, RandomDraw) and min(using) < max(using) for source, using in uses.items())
     return Crossings(flow, arriving, leaving, tuple(map(last_calls.get, stages)), are_several or flow.reads_draws)
 
 
@@ -101,15 +103,15 @@ def groups_in_order(flow: Dataflow) -> list[list[str]]:
     for unit, mask in before.items():
         groups.setdefault(mask, []).append(unit)
     number = {unit: place for place, unit in enumerate(before)}
-    own = {mask: sum(1 << number[unit] for unit in units) for mask, units in groups.items()}
+    mask_of = {mask: sum(1 << number[unit] for unit in units) for mask, units in groups.items()}
     ordered: dict[int, list[str]] = {}
     placed = 0
     for mask in groups:  # in the order of first calls
         lacking = mask & ~placed
-        masks = [mask] if lacking == own[mask] else [other for other in groups if own[other] & lacking]
+        masks = [mask] if lacking == mask_of[mask] else [other for other in groups if mask_of[other] & lacking]
         for other in sorted(masks, key=int.bit_count):  # a unit depends on all dependencies of its dependencies, so it has more bits
             ordered[other] = groups[other]
-            placed |= own[other]
+            placed |= mask_of[other]
     return list(ordered.values())
 
 
@@ -120,24 +122,24 @@ def parts_of_the_output(flow: Dataflow) -> frozenset[str]:
 
 def calls_before(flow: Dataflow) -> dict[UnitCall, set[UnitCall]]:
     """Returns for each call the calls on whose outputs its arguments depend, directly or indirectly."""
-    found: dict[UnitCall, set[UnitCall]] = {}
+    before: dict[UnitCall, set[UnitCall]] = {}
     for call, called in flow.calls.items():
         direct = [source for source in called.sources if isinstance(source, UnitCall)]
-        found[call] = set(direct).union(*(found[source] for source in direct))
-    return found
+        before[call] = set(direct).union(*(before[source] for source in direct))
+    return before
 
 
 def _units_before(flow: Dataflow) -> dict[str, int]:
     """Returns for each unit, in the order of first calls, a bit mask of itself and its dependencies, by that order."""
     bits = {unit: 1 << place for place, unit in enumerate(flow.units)}
-    found, known = dict(bits), dict[str, int]()
-    while found != known:  # more than twice only if the model loops back to units
-        known = dict(found)
+    masks, previous = dict(bits), dict[str, int]()
+    while masks != previous:  # more than twice only if the model loops back to units
+        previous = dict(masks)
         for call, called in flow.calls.items():
             for source in called.sources:
                 if isinstance(source, UnitCall):
-                    found[call.unit] |= found[source.unit]
-    return found
+                    masks[call.unit] |= masks[source.unit]
+    return masks
 
 
 Users = list[tuple[int, frozenset[Source]]]

@@ -5,7 +5,7 @@ Distinct parameters that share memory are refused: autograd and optimizers do no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,14 +75,8 @@ def refuse_shared_memory(names: ParameterNames, cut: ModelCut) -> None:
 
     On one device, an optimizer step on either parameter changes both.
     """
-    parameters = {id(parameter): (name, parameter) for name, parameter in reversed(list(names.named.items()))}
-    stages: dict[int, list[int]] = {key: [] for key in parameters}
-    for stage in range(cut.num_stages):
-        for key in {id(names.named[name]) for name in names.of_stage(cut, stage)}:
-            stages[key].append(stage)
-    strided = [(key, each) for key, each in parameters.items() if _has_memory(each[1]) and stages[key]]
     before: list[_Place] = []
-    for place in sorted(_place(*each, stages[key]) for key, each in strided):
+    for place in sorted(_places(names, cut)):
         before = [other for other in before if other.storage == place.storage and other.end > place.begin]
         for other in before:
             if other.stages != place.stages:
@@ -95,6 +89,18 @@ def refuse_shared_memory(names: ParameterNames, cut: ModelCut) -> None:
                     "both are in one stage",
                 )
         before.append(place)
+
+
+def _places(names: ParameterNames, cut: ModelCut) -> Iterator[_Place]:
+    """Yields the place of each parameter that has memory in a stage, under its first name."""
+    parameters = {id(parameter): (name, parameter) for name, parameter in reversed(list(names.named.items()))}
+    stages: dict[int, list[int]] = {key: [] for key in parameters}
+    for stage in range(cut.num_stages):
+        for key in {id(names.named[name]) for name in names.of_stage(cut, stage)}:
+            stages[key].append(stage)
+    for key, (name, parameter) in parameters.items():
+        if _has_memory(parameter) and stages[key]:
+            yield _place(name, parameter, stages[key])
 
 
 def _has_memory(parameter: nn.Parameter) -> bool:

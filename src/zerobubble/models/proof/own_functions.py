@@ -61,7 +61,7 @@ class OwnFunctions:
         return for shares is right because they are linear.
         """
         counts = {name: (len(uncut._calls[name]), len(self._calls[name])) for name in [*uncut._calls, *self._calls]}
-        return {name: (one, other) for name, (one, other) in counts.items() if one != other and not self._is_linear(name)}
+        return {name: (ours, other) for name, (ours, other) in counts.items() if ours != other and not self._is_linear(name)}
 
     def _is_linear(self, name: str) -> bool:
         return all(_is_linear(node, gradients) for node, gradients in self._calls[name])
@@ -70,9 +70,9 @@ class OwnFunctions:
 def _is_linear(node: Any, gradients: tuple[Tensor | None, ...]) -> bool:
     expected = _applied(node, gradients, 1.0)
     return all(
-        torch.allclose(other, scale * one, equal_nan=True)
+        torch.allclose(other, scale * unscaled, equal_nan=True)
         for scale in _SCALES
-        for one, other in zip(expected, _applied(node, gradients, scale), strict=True)
+        for unscaled, other in zip(expected, _applied(node, gradients, scale), strict=True)
     )
 
 

@@ -198,17 +198,17 @@ def _recording_outputs(modules: Sequence[nn.Module], cut: ModelCut, draws: Drawn
 
 
 def _copy(model: nn.Module, *, evaluate: bool, in_float64: bool) -> nn.Module:
-    made = copy_of(model).double() if in_float64 else copy_of(model)
-    for parameter in made.parameters():
+    copied = copy_of(model).double() if in_float64 else copy_of(model)
+    for parameter in copied.parameters():
         parameter.grad = None
-    return made.eval() if evaluate else made
+    return copied.eval() if evaluate else copied
 
 
 def _compare_outputs(names: tuple[str, str], cut: ModelCut, ours: tuple[Noted, Any], uncut: tuple[Noted, Any]) -> None:
     """Compares the outputs of the units, in the order of the uncut model, and then the output of the model."""
-    (model, types), (found, given), (expected, output) = names, ours, uncut
+    (model, types), (tensors_cut, returned), (expected, output) = names, ours, uncut
     for call, tensors in expected.items():
-        if _lists_differ(found.get(call, []), tensors):
+        if _lists_differ(tensors_cut.get(call, []), tensors):
             raise InputError(
                 "{model} gives other numbers when cut than uncut, on an example {types}: first stage {stage}, in {call}; {remedy}",
                 model=model,
@@ -218,16 +218,16 @@ def _compare_outputs(names: tuple[str, str], cut: ModelCut, ours: tuple[Noted, A
                 remedy=REMEDY,
             )
     last = cut.num_stages - 1
-    if isinstance(output, Mapping) and isinstance(given, Mapping) and list(given) != list(output):
+    if isinstance(output, Mapping) and isinstance(returned, Mapping) and list(returned) != list(output):
         raise InputError(
             "{model} returns {got} from stage {last} when cut, and {expected} uncut; {remedy}",
             model=model,
-            got=list(given),
+            got=list(returned),
             last=last,
             expected=list(output),
             remedy=REMEDY,
         )
-    if _lists_differ(_floating(given), _floating(output)):
+    if _lists_differ(_floating(returned), _floating(output)):
         raise InputError(
             "{model} gives other numbers when cut than uncut, on an example {types}: first stage {last}, in the output "
             "computed from its parts; {remedy}",
@@ -320,8 +320,8 @@ def _compare_gradients(whole: nn.Module, stages: Sequence[nn.Module], types: str
 
 def _gradient(parameter: Tensor) -> Tensor | None:
     """Returns the gradient of a parameter, converted to dense if an embedding with sparse=True created it."""
-    found = parameter.grad
-    return found.to_dense() if found is not None and found.layout is not torch.strided else found
+    gradient = parameter.grad
+    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
 
 
 def _size(tensor: Tensor) -> float:

@@ -42,7 +42,7 @@ def tiny_models(model: nn.Module, arguments: Arguments) -> Iterator[tuple[nn.Mod
     if config is None or make is None or not hasattr(config, "to_dict"):
         raise NoTinyModelError(f"{type(model).__name__} has no configuration of Transformers from which to create a tiny model")
     whole = pytree.tree_map_only(Tensor, _known_token, arguments)
-    (short, factor), device, found = shortened(whole), _device_of(arguments), False
+    (short, factor), device, is_possible = shortened(whole), _device_of(arguments), False
 
     def tiny_of(divisor: int, factor: int) -> nn.Module | None:
         smaller = _shrunk(copy.deepcopy(config), divisor, factor)
@@ -56,11 +56,11 @@ def tiny_models(model: nn.Module, arguments: Arguments) -> Iterator[tuple[nn.Mod
     for divisor in _DIVISORS:
         tiny = tiny_of(divisor, 1)
         if tiny is not None:
-            found = True
+            is_possible = True
             small = tiny_of(divisor, factor)
             is_short = small is not None and runs_same_code((small, short), (tiny, whole))
             yield (small, short) if small is not None and is_short else (tiny, whole)
-    if not found:
+    if not is_possible:
         raise NoTinyModelError(f"no tiny {type(model).__name__} with the same parts can be created from its configuration")
 
 
@@ -79,21 +79,24 @@ def _shrunk(config: Any, divisor: int, factor: int) -> Any:
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             _shrunk(value, divisor, factor)
-        elif type(value) is not int:
-            continue
-        elif name == "vocab_size":
-            setattr(config, name, min(value, _VOCABULARY))
-        elif name.endswith("_token_id") and value >= _VOCABULARY:
-            setattr(config, name, _VOCABULARY - 1)
-        elif any(word in name for word in _WINDOWS):
-            setattr(config, name, max(1, value // factor))
-        elif value >= _SMALL and value % divisor == 0 and not any(word in name for word in _KEPT):
-            setattr(config, name, value // divisor)
-        elif name == "head_dim" or name.endswith("_head_dim"):
-            setattr(config, name, max(2, value // divisor))
+        elif type(value) is int and (small := _small_value(name, value, divisor, factor)) != value:
+            setattr(config, name, small)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # grouped products do not support float64
     return config
+
+
+def _small_value(name: str, value: int, divisor: int, factor: int) -> int:
+    """Returns the value of a tiny configuration's attribute: widths are divided by `divisor`, windows by `factor`."""
+    if name == "vocab_size":
+        return min(value, _VOCABULARY)
+    if name.endswith("_token_id") and value >= _VOCABULARY:
+        return _VOCABULARY - 1
+    if any(word in name for word in _WINDOWS):
+        return max(1, value // factor)
+    if value >= _SMALL and value % divisor == 0 and not any(word in name for word in _KEPT):
+        return value // divisor
+    return max(2, value // divisor) if name == "head_dim" or name.endswith("_head_dim") else value
 
 
 def _device_of(arguments: Arguments) -> torch.device:
@@ -108,7 +111,7 @@ def _known_token(tensor: Tensor) -> Tensor:
 
 def _matches(model: nn.Module, tiny: nn.Module) -> bool:
     """Returns whether `tiny` has the parts of `model`; then copies the mode and `requires_grad`."""
-    parts, others = ({name: type(part) for name, part in each.named_modules()} for each in (model, tiny))
+    parts, others = ({name: type(part) for name, part in whole.named_modules()} for whole in (model, tiny))
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     if parts != others or trained.keys() != {name for name, _ in tiny.named_parameters()}:
         return False

@@ -38,8 +38,8 @@ def refuse_other_numbers(model: nn.Module, traced: nn.Module, arguments: Argumen
                 remedy=_REMEDY,
             )
         with _restoring_buffers(traced, training):
-            found = _run(traced, arguments, parameters)
-        if len(found) != len(expected) or not all(map(_agree, found, expected)):
+            actual = _run(traced, arguments, parameters)
+        if len(actual) != len(expected) or not all(map(_agree, actual, expected)):
             mode = "training" if training else "evaluation"
             raise InputError(
                 "the graph that torch.export created for {name} gives different numbers, in {mode}", name=name, mode=mode, remedy=_REMEDY
