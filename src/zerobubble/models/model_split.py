@@ -144,7 +144,7 @@ class ModelSplit:
         return split
 
     def _modules_of_user(self) -> list[nn.Module]:
-        """Returns the modules that the user may change: those of a given model."""
+        """Returns the modules that the user may change: the modules of a model that was passed as a module."""
         return list(self._source.untraced.modules()) if self._source.is_given else []
 
     def _is_as_observed(self) -> bool:
@@ -382,7 +382,7 @@ class ModelSplit:
         return stages
 
     def _where(self, num_stages: int) -> Where:
-        """Returns the placement of the stages: that of the schedule, or one stage per rank without one."""
+        """Returns the placement of the schedule, or of one stage per rank without a schedule."""
         schedule = self._schedule
         if schedule is None or schedule.num_stages != num_stages:
             return Where(Placement.linear(num_stages), self._memory)
@@ -559,7 +559,7 @@ def split(
         inside_blocks: Whether to also cut between the parts of a block, such as attention and MLP; the block's own forward then runs on
             both stages. Names of parts inside blocks imply this.
 
-    Raises `InputError` for a model without an example, and for one that cannot be cut, naming the part and the remedy.
+    Raises `InputError` for a model that has no example or cannot be cut, naming the part and the remedy.
 
     >>> import torch
     >>> import zerobubble as zb

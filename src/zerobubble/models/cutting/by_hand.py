@@ -21,7 +21,7 @@ CUTS = Wanted(
 
 
 def spelled_out(cuts: ByHand | Plan) -> ByHand:
-    """Returns the cuts, those of a plan by name; raises `InputError` for a plan without names."""
+    """Returns the cuts; converts a plan to the names of its first parts, and raises `InputError` if it has no names."""
     if not isinstance(cuts, Plan):
         return cuts
     names = cuts.problem.first_layers
@@ -35,9 +35,7 @@ def spelled_out(cuts: ByHand | Plan) -> ByHand:
 
 
 def stages_by_hand(cuts: ByHand, units: Sequence[str], blocks: frozenset[str], heads: frozenset[str] = frozenset()) -> list[list[str]]:
-    """Returns the units of each stage, in the order of `units`, in which every unit follows those whose output it takes.
-
-    `blocks` are the layers, `heads` the units that produce the model's output.
+    """Returns the units of each stage, in the order of `units`, which is topological. `blocks` are the layers, `heads` produce the output.
 
     Units before the first layer belong to the first stage, those after the last layer to the last stage, and others to the layer before
     them. Raises `InputError` for cuts that do not fit the model, naming its parts.
@@ -120,7 +118,7 @@ def _refuse_other_order(layout: str, stages: Sequence[str]) -> None:
 
 
 def _layers(layout: str, stages: Sequence[str], units: Sequence[str], blocks: Collection[str], heads: Collection[str]) -> list[str]:
-    """Returns the layers t and those of multi-token prediction, which have their own list; raises `InputError` on a mismatch."""
+    """Returns the layers t, then the layers m, which have their own list; raises `InputError` if the layout has other numbers of them."""
     letters = "".join(stages)
     num_layers, num_all = letters.count("t"), letters.count("t") + letters.count("m")
     behind = units[next(place for place, unit in enumerate(units) if unit in blocks) :]

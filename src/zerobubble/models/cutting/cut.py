@@ -23,9 +23,9 @@ class ModelCut:
 class Crossings:
     """A dataflow cut into stages.
 
-    `arriving` has for each stage the earlier calls whose outputs it or a later stage needs, `leaving` the calls up to it that later stages
-    need. `last_calls` has for each stage the call after which it is finished, None if none of its units is called. `shares_draws` is True
-    if several stages use random numbers of torch drawn by code around the units, or this code reads them.
+    For each stage, `arriving` lists the earlier calls that this stage or a later stage needs the outputs of, `leaving` the calls up to this
+    stage that later stages need, and `last_calls` its last call, None if no unit of the stage is called. `shares_draws` is True if code
+    around the units draws random numbers of torch that several stages use or that this code reads.
     """
 
     flow: Dataflow
@@ -77,7 +77,7 @@ def crossings(flow: Dataflow, cut: ModelCut) -> Crossings:
 
 
 def units_in_order(flow: Dataflow) -> list[str]:
-    """Returns the called units, each after those whose output it takes, otherwise in the order of their first calls."""
+    """Returns the called units in topological order of the dataflow, and otherwise in the order of their first calls."""
     return [unit for group in groups_in_order(flow) for unit in group]
 
 
@@ -94,7 +94,7 @@ def called_again(flow: Dataflow) -> str:
 
 
 def groups_in_order(flow: Dataflow) -> list[list[str]]:
-    """Returns the called units in groups that must be in one stage, each group after those whose output it takes.
+    """Returns the called units in groups that must each be in one stage, in topological order of the dataflow.
 
     Units form a group if each depends, directly or indirectly, on the other's output: the model loops back to an earlier unit.
     """
@@ -121,7 +121,7 @@ def parts_of_the_output(flow: Dataflow) -> frozenset[str]:
 
 
 def calls_before(flow: Dataflow) -> dict[UnitCall, set[UnitCall]]:
-    """Returns for each call the calls on whose outputs its arguments depend, directly or indirectly."""
+    """Returns, for each call, the calls that its arguments depend on, directly or indirectly."""
     before: dict[UnitCall, set[UnitCall]] = {}
     for call, called in flow.calls.items():
         direct = [source for source in called.sources if isinstance(source, UnitCall)]

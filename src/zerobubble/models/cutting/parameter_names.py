@@ -21,9 +21,9 @@ from zerobubble.runtime.values.released import is_released
 class ParameterNames:
     """The names of the parameters of `model`, which is cut between these `units`. A parameter may have several names.
 
-    `named` maps each name to its parameter, in the model's order. For each name outside of all units, `outside` has all such names of that
-    parameter. `homes` has the unit whose stage keeps the parameter if no code uses it by that name: the unit that holds it under another
-    name, otherwise the model's first unit.
+    `named` maps each name to its parameter, in the model's order. `outside` maps each name outside of all units to all such names of the
+    same parameter. `homes` maps it to a unit, whose stage keeps the parameter if no code uses the parameter by this name: a unit that holds
+    it under another name, or else the model's first unit.
     """
 
     def __init__(self, model: nn.Module, units: Units) -> None:

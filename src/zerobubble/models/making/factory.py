@@ -114,7 +114,7 @@ class _Run:
         return {name: tensor for name, tensor in named if tensor.is_meta and not self._making.origins_in([tensor])}
 
     def only_with_values_of(self, keep: Collection[str]) -> nn.Module:
-        """Returns the model, with all parameters on the meta device except those of `keep`."""
+        """Returns the model, with all parameters on the meta device except the ones named in `keep`."""
         assert self._model is not None
         kept = {id(parameter) for parameter in _kept(self._model, keep)}
         named = dict(self._model.named_parameters(remove_duplicate=False))

@@ -147,7 +147,7 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return origin, self._needed is None or origin in self._needed
 
     def come_from(self, tensor: Tensor, origins: Origins) -> None:
-        """Adds `origins` to those of `tensor`, which is on the meta device."""
+        """Adds `origins` to the origins of `tensor`, which is on the meta device."""
         storage = storage_of(tensor)
         self._origins[storage] = self._origins.get(storage, frozenset()) | origins
         self._alive.append(tensor)

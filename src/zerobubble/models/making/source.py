@@ -78,11 +78,9 @@ class ModelSource:
 
 
 def values(model: nn.Module) -> dict[str, str] | None:
-    """Returns a digest of the values of each parameter, and of the state that belongs to it.
+    """Returns a digest of each parameter's values and state; empty if it is sharded, or its layout or dtype has no element access.
 
-    None for a model of which a pipeline has trained parts, and released the others.
-
-    Sharded parameters, and layouts and dtypes without element access, have an empty digest.
+    Returns None if a pipeline has trained parts of the model and released the others.
     """
     if any(is_released(parameter) for parameter in model.parameters()):
         return None

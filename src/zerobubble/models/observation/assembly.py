@@ -34,7 +34,7 @@ def assemble(
 
 
 class _Assembly:
-    """The copies of a model's modules, of which `whole` is the model's."""
+    """The copies of a model's modules. `whole` is the copy of the model."""
 
     def __init__(
         self, model: nn.Module, units: Units, make_unit: UnitMaker, make_parameter: ParameterMaker, follower: Follower | None
@@ -243,7 +243,7 @@ def _with_made(copies: Mapping[nn.Module, nn.Module], value: Any, depth: int = 3
 def give_tensors(stand_in: nn.Module, name: str, unit: nn.Module, make_parameter: ParameterMaker) -> None:
     """Gives the stand-in of unit `name` the tensors that outside code may use: its direct parameters, as created, and buffers.
 
-    Buffers are aliases, because those of the unit are released when another rank has trained it.
+    Buffers are aliases, because the unit's own buffers are released when another rank has trained it.
     """
     for attribute, parameter in unit._parameters.items():
         if parameter is not None:

@@ -44,7 +44,8 @@ def other_tensors(module: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[i
         stateful |= {id(tensor): tensor for tensor in stateful_tensors(part).values()}
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             other = _stateful_like(tensor, like, f"{path}.{name}".strip(".")) if id(tensor) in stateful else like(tensor)
-            memo[id(tensor)] = nn.Parameter(other, requires_grad=False) if _needs_wrapping(tensor, other) else other
+            is_bare = isinstance(tensor, nn.Parameter) and not isinstance(other, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(other, requires_grad=False) if is_bare else other
         memo |= {id(tensor): like(tensor) for _, tensor in state_of(part) if id(tensor) not in memo}
     inside = set(module.modules())
     values = [value for tensor in stateful.values() for value in tensor.__dict__.values()]
@@ -59,10 +60,6 @@ def _copy_attributes(stateful: Mapping[int, Tensor], memo: dict[int, Any]) -> No
         for name, value in tensor.__dict__.items():
             if not type(value).__module__.startswith("zerobubble."):  # ours, such as the note that a tensor is released
                 memo[key].__dict__[name] = copy_of(value, memo)  # one by one: the memo knows objects by id, so they must stay alive
-
-
-def _needs_wrapping(tensor: Tensor, other: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not isinstance(other, nn.Parameter)
 
 
 def _stateful_like(tensor: Tensor, like: Callable[[Tensor], Tensor], name: str) -> Tensor:

@@ -69,7 +69,7 @@ class OutputForm(NamedTuple):
 class CallRecord:
     """The observation of one call of a unit.
 
-    `sources` are those of its arguments, `given` is the form of these (a tuple and a dict), `form` that of its output, and `flops` the
+    `sources` are the sources of its arguments, `given` is their form (a tuple and a dict), `form` the form of its output, and `flops` the
     FLOPs of its forward. `changed_later` is True if code after the call changed its output in place.
     """
 

@@ -263,7 +263,7 @@ class _Attributes(_Hiding):
 
 @contextmanager
 def _recording_reads(unit: nn.Module, places: Collection[Place]) -> Iterator[_Reads]:
-    """Records which of `places` code reads; those that cannot be observed count as read.
+    """Records which of `places` code reads; places that cannot be observed count as read.
 
     The attributes are removed from the modules, so that lookups reach the recording dicts, and restored afterwards.
     """

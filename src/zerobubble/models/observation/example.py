@@ -42,7 +42,7 @@ def _has_cache_option(kind: type[nn.Module]) -> bool:
 
 
 def _keeps_cache(config: Any) -> bool:
-    """Returns whether a configuration or a nested one enables the cache, such as that of the language model in a vision model."""
+    """Returns whether a configuration, or one nested in it, such as a vision model's language model, enables the cache."""
     if getattr(config, "use_cache", False):
         return True
     inner = getattr(type(config), "sub_configs", {})

@@ -400,14 +400,14 @@ class Follower:
 
     @contextmanager
     def not_following(self) -> Iterator[None]:
-        """A context whose changes of the model the copies do not follow."""
+        """A context in which the copies do not follow changes of the model."""
         as_followed = [followed for followed in self._followed if followed.snapshot.holds()]
         yield
         for followed in as_followed:
             followed.snapshot = followed.now()
 
     def reached(self, tables: Collection[int]) -> set[int]:
-        """Returns which of these tables are the attributes of modules whose copies set some of their own, by `id`."""
+        """Returns the ids of these tables that are attributes of modules with copies that set attributes themselves."""
         return {id(vars(followed.module)) for followed in self._followed if followed.sets} & set(tables)
 
     def set_by_call(self) -> dict[str, set[str]]:

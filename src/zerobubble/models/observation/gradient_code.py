@@ -151,7 +151,7 @@ def _caller() -> str:
 
 
 def hooked_module() -> nn.Module | None:
-    """Returns the innermost module whose forward hook or pre-hook the current call comes from, None outside of hooks."""
+    """Returns the innermost module with a forward hook or pre-hook that is running now, None outside of hooks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_back

@@ -4,8 +4,8 @@ Nothing here has a unit's weights or runs one. The code around the units runs on
 right form, whose source is that call, and `SourceTracker` tracks its uses. Code that reads a value which comes from a unit is refused. So
 the observed dataflow is valid for all values that the units may return.
 
-Calls of units inside of `torch.utils.checkpoint.checkpoint` are detected, as are those inside of a custom autograd Function, such as
-Reformer's reversible layers.
+Calls of units are also detected inside of `torch.utils.checkpoint.checkpoint`, and inside of a custom autograd Function, such as Reformer's
+reversible layers.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class ObservedModel:
         return [*counts_in(self._model, self.changed), *(join(name, attribute) for name, attribute in sorted(self.accumulated))]
 
     def _changed_objects(self) -> dict[str, set[str]]:
-        """Returns the attributes, by module around the units, whose objects forwards change."""
+        """Returns the names of attributes with objects that forwards change, by module around the units."""
         values = {
             (name, attribute): value
             for name, changed in self.changed.items()
@@ -431,7 +431,7 @@ class _Observed:
         return output
 
     def _mark(self, unit: str, seen: Seen) -> None:
-        """Records the calls of `pipe_split()` since the previous unit, and those in this one."""
+        """Records the calls of `pipe_split()` since the previous unit and inside of this unit."""
         self._marks_inside += seen.mark == "before"
         new = self._tracker.marks + self._marks_inside - len(self._marked)
         if new:

@@ -55,11 +55,10 @@ _REMEMBERED = 64
 class Seen(NamedTuple):
     """The observed effect of a unit for arguments of given shapes: the `form` of its output, its FLOPs, and what it mutates.
 
-    `mark` is "before" or "behind" if it begins or ends with `pipe_split()` of torch.distributed.pipelining, else empty.
+    `mark` is "before" or "behind" if the unit begins or ends with `pipe_split()` of torch.distributed.pipelining, else empty.
 
-    The form covers the output, recorded outputs (`Recorded`) and entries put into mappings (`Put`). `changed` are the positions of the
-    argument tensors that it changes in place, `written` the names of its own buffers that it changes, and `first_reads` the attributes of
-    its modules that it reads before it sets them.
+    The form covers the output, recorded outputs (`Recorded`) and entries put into mappings (`Put`). The unit changes the arguments at the
+    positions `changed` in place, changes its buffers named `written`, and reads the attributes `first_reads` before it sets them.
     """
 
     form: OutputForm
@@ -155,7 +154,7 @@ class ShapeOnlyUnit:
         return seen
 
     def _find_out(self, key: tuple[Any, ...], arguments: Opened, attempts: _Attempts) -> Seen:
-        """Observes the unit, from its initial attributes if those of an earlier run, such as a hidden state, do not fit these arguments.
+        """Observes the unit; restores its initial attributes if attributes of an earlier run, such as a hidden state, do not fit.
 
         Raises the error of its code if it cannot run, and `InputError` if its arguments are the reason.
         """
@@ -175,7 +174,7 @@ class ShapeOnlyUnit:
             raise
 
     def _begin_again(self) -> None:
-        """Gives the unit the initial values of the attributes that its forwards have set, except those that torch's modules manage."""
+        """Restores the initial values of the attributes that the unit's forwards have set, except what torch's modules manage."""
         for path, name in self.attributes_set:
             module = self.unit.get_submodule(path)
             if is_of_library(type(module).__module__):
@@ -289,7 +288,7 @@ class ShapeOnlyUnit:
 
 
 def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], list[Any]]:
-    """Returns by module and name the attributes in a unit, with what is inside of them. It reads none as far as `ResultCache.run` sees."""
+    """Returns the attributes in a unit and their contents, by module and name. `ResultCache.run` does not count this as reads."""
     return {
         (path, name): [Identity(value), *contents_of(value)]
         for path, module in unit.named_modules()
@@ -460,7 +459,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "" if not self._marks else "before" if self._marks[0] == 0 else "behind"
 
     def left_outside_of(self, unit: nn.Module) -> list[Tensor]:
-        """Returns the live tensors, except those that `unit` itself holds and its arguments."""
+        """Returns the live tensors, except the arguments and the tensors that `unit` itself holds."""
         if not self._living(unit):
             return []
         gc.collect()
@@ -504,7 +503,7 @@ def _with_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 def _place_of(unit: nn.Module) -> torch.device:
-    """Returns the device on which to run `unit` with values: that of its DTensors, to which torch moves their operands; else the CPU."""
+    """Returns the device on which to run `unit` with values: the device of its DTensors, where torch moves operands, or else the CPU."""
     kinds = {tensor.device_mesh.device_type for tensor in (*unit.parameters(), *unit.buffers()) if isinstance(tensor, DTensor)}
     return of_kind(kinds.pop() if kinds else "cpu")
 
@@ -528,7 +527,7 @@ def _ones_or_zeros(tensor: Tensor) -> Tensor:
 
 
 def _known(leaf: Any, place: torch.device) -> Any:
-    """Returns integer tensors unchanged, since every stage knows those that come from no unit, and zeros for other tensors."""
+    """Returns integer tensors unchanged, since every stage has the integers that come from no unit, and zeros for other tensors."""
     is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
     return leaf.detach().to(place, copy=True) if is_integer else _zeros(leaf, place)
 

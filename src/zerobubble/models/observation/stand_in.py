@@ -48,7 +48,7 @@ def not_of_the_model(current: Current) -> Iterator[None]:
 
 
 class StandIn(nn.Module):
-    """Replaces a unit, without its parameters. Other attributes, such as a layer's type, are those that the unit has now.
+    """Replaces a unit, without its parameters. Other attributes, such as a layer's type, have the unit's current values.
 
     `isinstance` accepts it as the unit's class, which a model's code may check.
     """

@@ -27,8 +27,8 @@ _Place = tuple[CodeType, int]
 def shortened(arguments: Arguments) -> tuple[Arguments, int]:
     """Returns the arguments with at most 2 samples and about 64 tokens, and the factor by which their lengths were divided.
 
-    The first and last tokens stay, so that padding at either end does, too. Lengths are those of the rows of integers, such as
-    `input_ids`; without rows of integers, the arguments stay whole.
+    The first and last tokens stay, and with them padding at either end. Rows of integers, such as `input_ids`, give the length; without
+    rows of integers, the arguments stay whole.
     """
     rows = [leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim() == 2 and _is_whole(leaf)]
     factor = max([1, *(length // _TOKENS for _, length in rows)])

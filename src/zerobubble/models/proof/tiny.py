@@ -75,7 +75,7 @@ def _is_small(make: Callable[[], nn.Module]) -> bool:
 
 
 def _shrunk(config: Any, divisor: int, factor: int) -> Any:
-    """Returns `config` with its widths divided, and its windows by `factor`, including those of nested configurations."""
+    """Returns `config`, including nested configurations, with widths divided by `divisor` and windows by `factor`."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             _shrunk(value, divisor, factor)

@@ -20,9 +20,9 @@ _REMEDY = "put its layers into modules of a ModuleList, between which it can be 
 
 
 def refuse_other_numbers(model: nn.Module, traced: nn.Module, arguments: Arguments) -> None:
-    """Runs both on the same arguments with the same random numbers, in the mode of `model` and in evaluation mode.
+    """Compares both on the same arguments with the same random numbers, in the mode of `model` and in evaluation mode.
 
-    Raises `InputError` if outputs or gradients differ, and if the traced model changes a buffer, of which each stage has a copy.
+    Raises `InputError` if outputs or gradients differ, and if the traced model changes a buffer, since each stage has a copy of it.
     """
     name = type(model).__name__
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -36,7 +36,7 @@ class CodeValues:
         self._before += [(place, place.read()) for place in places]
 
     def changed(self) -> list[str]:
-        """Returns the names of those that have changed."""
+        """Returns the names of the values that have changed."""
         return list(dict.fromkeys(name for place, content in self._before for name in self._changes(place, content)))
 
     def refuse_changes(self) -> None:

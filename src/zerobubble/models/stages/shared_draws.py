@@ -3,9 +3,9 @@
 Every stage runs that code and must draw the same numbers. So this code has its own state of torch's generators, seeded in each microbatch
 by the first stage. Units draw from the generator of their rank, as if the code around them drew none.
 
-Numbers of Python, NumPy and the model's own generators are those of one device. The first stage draws them from the generators of its rank,
-and sends their states before and after the whole forward. Other stages begin with these states. If the generators of their rank are alike,
-they advance with those of the first stage; others stay as they are. Units must not draw from these generators.
+Python, NumPy and the model's own generators give the numbers of one device. The first stage draws from the generators of its rank, and
+sends their states before and after the whole forward. Other stages begin with these states. The generators of their rank advance with the
+first stage's if they are alike, and stay unchanged otherwise. Units must not draw from these generators.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class LateDraws:
         self.leave_unit("", 0)
 
     def _can_read(self) -> bool:
-        """Returns whether the generators' states are those of a forward: a traced one draws nothing, and a captured one forbids to read."""
+        """Returns whether the generators' states can be read: a traced forward draws nothing, and a captured forward forbids it."""
         return detect_fake_mode() is None and not interface(self._device).is_capturing()
 
     def leave_unit(self, unit: str, num_calls: int) -> None:

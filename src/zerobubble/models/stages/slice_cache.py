@@ -1,7 +1,7 @@
 """The cache of keys and values through which decoders of Transformers run over slices of a sequence.
 
-A decoder gives its keys and values to a cache, reads those of the whole sequence from it, and makes positions and masks of its length. This
-one joins the keys of slices, and so carries their gradients.
+A decoder puts its keys and values into a cache, gets the whole sequence's back, and makes positions and masks of this length. This cache
+joins the keys and values of slices, and so carries their gradients.
 """
 
 from __future__ import annotations

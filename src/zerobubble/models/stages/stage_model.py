@@ -458,7 +458,7 @@ class _Trace:
 
 
 class _ChangesOfModel:
-    """Makes changes of `model` in a stage, and gives the model what the stage has set; the methods are those of `FollowsModel`."""
+    """Implements `FollowsModel`: makes changes of `model` in a stage, and gives the model what the stage has set."""
 
     def __init__(
         self,
@@ -540,12 +540,12 @@ def _unit_maker(
 
 
 def _own_unit(name: str, unit: nn.Module, current: _Current, showing: Callable[[], AbstractContextManager[None]]) -> nn.Module:
-    """Returns a unit of this stage that records its calls: another module with the same `__dict__`, so that all changes are common to both.
+    """Returns a unit of this stage that records its calls: another module with the same `__dict__`, so that both share all changes.
 
     In the context `showing`, the model has what the code around the units has set so far.
 
-    It records them outside of the class's own `__call__`, such as that of the checkpointed layers of Transformers: code inside runs a
-    second time in the backward pass.
+    It records outside of the class's own `__call__`, because code inside of a checkpointed layer's `__call__` in Transformers runs a second
+    time in the backward pass.
     """
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -593,7 +593,7 @@ class _Remote(NamedTuple):
 
 
 class _InTrace(NamedTuple):
-    """A `module` of a traced model `root`, of which `trace` has the operations, the tensors, and the mode."""
+    """A `module` of a traced model `root`. `trace` has the operations, tensors and mode of the model."""
 
     name: str
     module: nn.Module

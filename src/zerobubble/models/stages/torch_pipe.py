@@ -44,7 +44,7 @@ class PipeStages:
             self._stage_of[node] = home.get(node, max((self._stage_of[source] for source in node.all_input_nodes), default=0))
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
-        """Returns the module of `stage`; raises `InputError` if `num_stages` is not that of the Pipe."""
+        """Returns the module of `stage`; raises `InputError` if the Pipe does not have `num_stages` stages."""
         self._refuse_other(num_stages)
         steps = [node for node in self._nodes if self._stage_of[node] == stage and node.op not in ("placeholder", "output")]
         later = self._used_later(stage)

@@ -63,7 +63,7 @@ def cut_graph(graph: Graph, parameters: Collection[Node], num_stages: int) -> tu
 
 
 def _needing_parameters(nodes: Sequence[Node], parameters: Collection[Node]) -> set[Node]:
-    """Returns the nodes that only one stage may run: those that depend on parameters, draw random numbers, or mutate inputs."""
+    """Returns the nodes that only one stage may run, because they depend on parameters, draw random numbers, or mutate inputs."""
     staged = set(parameters)
     for node in nodes:
         tags, schema = getattr(node.target, "tags", ()), getattr(node.target, "_schema", None)
