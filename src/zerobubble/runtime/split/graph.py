@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter, addresses_of
-from zerobubble.runtime.split.compiled.capture import CapturedPart, Part, Slots
+from zerobubble.runtime.split.compiled.capture import CapturedPart, CaptureSlots, Part
 from zerobubble.runtime.split.compiled.compiler import Compiler, require_compiler
 from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.layers.weight_work import refuse_changed
@@ -43,7 +43,7 @@ class GraphSplitter(Splitter):
         self._way = "compiled" if compiled else "graph"
         self._parameters = tuple(module.parameters())
         self._meter: Meter | None = None
-        self._slots = Slots() if cuda_graphs else None
+        self._slots = CaptureSlots() if cuda_graphs else None
         self._pending_of_b: PendingWeights | None = None
         self._pending: dict[int, PendingWeights] = {}
         self._compiler = Compiler(f"stage {index}") if compiled else None
@@ -144,10 +144,10 @@ class PendingWeights:
             refuse_changed(tensor, version)
         has_first = any(gradients.get(parameter) is None for parameter in self._parameters)
         in_use = addresses_of(self.kept) if has_first else set()
-        found = self._w(self.kept)
+        results = self._w(self.kept)
         if has_first and isinstance(self._w, CapturedPart):
-            in_use |= addresses_of(found)  # its results are in static memory, which the next W overwrites
-        for parameter, gradient in zip(self._parameters, found, strict=True):
+            in_use |= addresses_of(results)  # its results are in static memory, which the next W overwrites
+        for parameter, gradient in zip(self._parameters, results, strict=True):
             is_first = gradients.get(parameter) is None
             gradients.add(parameter, _own_tensor(parameter, gradient, in_use) if is_first else gradient)
         self._metered.clear()

@@ -92,26 +92,26 @@ class SplitReports(tuple[SplitReport, ...]):
         return "\n".join(map(str, self))
 
 
-def in_b(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[InB, ...]:
-    """Returns each parameter in `found` (those with a gradient) that is not `deferred`; `reasons` were known before the step."""
+def in_b(module: nn.Module, deferred: Iterable[Tensor], trained: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[InB, ...]:
+    """Returns the `trained` parameters, which have a gradient, that are not `deferred`; `reasons` were known before the step."""
     waits = set(deferred)
-    has = set(found)
+    has = set(trained)
     owners = {p: part for part in module.modules() for p in part.parameters(recurse=False)}
     named = module.named_parameters()
     return tuple(_kept(name, owners[p], p, reasons.get(p)) for name, p in named if p in has and p not in waits)
 
 
-def _kept(name: str, owner: nn.Module, parameter: nn.Parameter, known: str | None) -> InB:
+def _kept(name: str, owner: nn.Module, parameter: nn.Parameter, reason: str | None) -> InB:
     if parameter.dim() < 2:
         kind = type(owner).__name__
         return InB(name, f"a vector of {kind}, whose gradient is cheap", kind)
-    return InB(name, _reason(owner, parameter, known))
+    return InB(name, _reason(owner, parameter, reason))
 
 
-def _reason(owner: nn.Module, parameter: nn.Parameter, known: str | None) -> str:
+def _reason(owner: nn.Module, parameter: nn.Parameter, reason: str | None) -> str:
     kind = type(owner).__name__
-    if known is not None:
-        return known
+    if reason is not None:
+        return reason
     if is_scripted(owner):
         return "it is in a TorchScript module, whose backward pass computes all gradients at once"
     if is_divided(parameter) and type(owner) is not nn.Linear:

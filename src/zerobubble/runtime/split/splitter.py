@@ -18,7 +18,7 @@ from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors
 class Splitter:
     """Runs the passes of one stage, and leaves its backward pass whole for this `reason`: B computes all gradients.
 
-    Subclasses split it into B, the gradients of the inputs, and W, those of the weights. A stage has one splitter, and calls it for each
+    Subclasses split it into B (gradients of the inputs) and W (gradients of the weights). A stage has one splitter, and calls it for each
     microbatch in the order F, B, W, interleaved with other microbatches. F runs under the caller's autocast, B and W outside of it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Splitter:
     def forward(self, microbatch: int, inputs: Tensors) -> Callable[[], Any]:
         """F: returns a call that runs the module on `inputs` and returns its output.
 
-        Work whose tensors must not count as those of the forward, such as tracing, happens before this returns.
+        Work with tensors that must not count as the forward's, such as tracing, happens before this returns.
         """
         positional, named = arguments_of(inputs)
         return partial(self._module, *positional, **named)
@@ -62,7 +62,7 @@ class Splitter:
         """W: adds the weight gradients that B of this microbatch deferred."""
 
     def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
-        """Announces the last W's of the step: those of `microbatches`, in this order, with no B in between.
+        """Announces that the last W's of the step run now: the W's of `microbatches`, in this order, with no B in between.
 
         If the splitter `completes_by_parameter`, these W's complete one parameter after another, and each W does about as much work as
         before. `complete` is called with the parameters whose gradients are complete. Other splitters ignore the announcement.

@@ -1,4 +1,4 @@
-"""Combines the last stage with a `loss_fn` that is a module, so that the stage's parameters include those of the loss."""
+"""Combines the last stage with a `loss_fn` that is a module, so that the stage's parameters include the parameters of the loss."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class StageWithLoss(nn.Module):
     @property
     def stage(self) -> nn.Module:
         """The module of the stage without the loss."""
-        found = self._modules[_STAGE]
-        assert found is not None
-        return found
+        stage = self._modules[_STAGE]
+        assert stage is not None
+        return stage
 
     @property
     def loss(self) -> nn.Module:
         """The module of the loss."""
-        found = self._modules[NAME]
-        assert found is not None
-        return found
+        loss = self._modules[NAME]
+        assert loss is not None
+        return loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the stage."""
@@ -59,28 +59,24 @@ class StageWithLoss(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules of the stage, then those of the loss."""
+        """Yields the modules of the stage, then the modules of the loss."""
         memo = set() if memo is None else memo
         yield from self.stage.named_modules(memo, prefix, remove_duplicate)
-        yield from self.loss.named_modules(memo, _under(prefix), remove_duplicate)
+        yield from self.loss.named_modules(memo, f"{prefix}.{NAME}".removeprefix("."), remove_duplicate)
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Returns the state of both."""
-        found = self.stage.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        return self.loss.state_dict(destination=found, prefix=f"{prefix}{NAME}.", keep_vars=keep_vars)
+        """Returns the state of the stage and the loss."""
+        state = self.stage.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return self.loss.state_dict(destination=state, prefix=f"{prefix}{NAME}.", keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads the result of `state_dict`."""
         of_loss = {name: value for name, value in state_dict.items() if name.startswith(f"{NAME}.")}
         of_stage = {name: value for name, value in state_dict.items() if name not in of_loss}
-        found = self.stage.load_state_dict(of_stage, strict, assign)
+        keys = self.stage.load_state_dict(of_stage, strict, assign)
         more = self.loss.load_state_dict({name.removeprefix(f"{NAME}."): value for name, value in of_loss.items()}, strict, assign)
-        missing = [*found.missing_keys, *(f"{NAME}.{name}" for name in more.missing_keys)]
-        return type(found)(missing, [*found.unexpected_keys, *(f"{NAME}.{name}" for name in more.unexpected_keys)])
-
-
-def _under(prefix: str) -> str:
-    return f"{prefix}.{NAME}" if prefix else NAME
+        missing = [*keys.missing_keys, *(f"{NAME}.{name}" for name in more.missing_keys)]
+        return type(keys)(missing, [*keys.unexpected_keys, *(f"{NAME}.{name}" for name in more.unexpected_keys)])
 
 
 def stage_alone(module: nn.Module) -> nn.Module:

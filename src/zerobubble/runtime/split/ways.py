@@ -19,10 +19,10 @@ WAYS = ("deferred", *TRACED, "whole")
 
 def ways_of(split: str | Mapping[int, str], stages: Collection[int]) -> dict[int, str]:
     """Returns the way of each of this rank's `stages`. Raises `InputError` for an unknown way or a stage of another rank."""
-    given = dict.fromkeys(stages, split) if isinstance(split, str) else split
-    if not isinstance(given, Mapping):
+    way_of = dict.fromkeys(stages, split) if isinstance(split, str) else split
+    if not isinstance(way_of, Mapping):
         raise wrong("split", split, f"one of {', '.join(WAYS)}, or a dict of them by stage")
-    for stage, way in given.items():
+    for stage, way in way_of.items():
         if stage not in stages:
             raise InputError(
                 "split names stage {stage}, this rank has {expected}; {remedy}",
@@ -40,7 +40,7 @@ def ways_of(split: str | Mapping[int, str], stages: Collection[int]) -> dict[int
                 hint=near(str(way), WAYS),
                 got=way,
             )
-    return {**dict.fromkeys(stages, "deferred"), **given}
+    return {**dict.fromkeys(stages, "deferred"), **way_of}
 
 
 def make_splitter(

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of weight gradients: as many as those of the products of weights and activations in the forward.
+"""Counts the FLOPs of weight gradients, which equal the FLOPs of the products of weights and activations in the forward.
 
 For y = x w, the gradient of w is x^T dy, a product of the same three sizes.
 """
@@ -54,11 +54,11 @@ class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = _tensors_in((args, kwargs))
-        for tensor in given:
+        tensors = _tensors_in((args, kwargs))
+        for tensor in tensors:
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 self._remember(tensor)
-        from_weights = [self._is_from_weights(tensor) for tensor in given]
+        from_weights = [not self._from_weights.keys().isdisjoint(addresses_of((tensor,))) for tensor in tensors]
         if any(from_weights) and not all(from_weights):
             self._count(func._overloadpacket, args, kwargs, out)
         elif from_weights and all(from_weights):
@@ -77,9 +77,6 @@ class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _remember(self, tensor: Tensor) -> None:
         if tensor.numel():
             self._from_weights |= dict.fromkeys(addresses_of((tensor,)), tensor)
-
-    def _is_from_weights(self, tensor: Tensor) -> bool:
-        return not self._from_weights.keys().isdisjoint(addresses_of((tensor,)))
 
 
 def _tensors_in(nest: Any) -> list[Tensor]:

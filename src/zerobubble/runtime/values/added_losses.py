@@ -71,7 +71,7 @@ def collecting_losses() -> Iterator[dict[str, Tensor]]:
 
 
 def losses_so_far() -> Mapping[str, Tensor]:
-    """Returns the losses added so far, by name, in this thread's current forward and in those of earlier stages."""
+    """Returns the losses added so far, by name, in this thread's current forward and in the forwards of earlier stages."""
     return here.hold.losses or _NONE
 
 

@@ -72,9 +72,9 @@ def changing_weights() -> Iterator[None]:
 
 
 def changing_parameters(parts: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Returns the parameters of the modules `parts` of which one forward more may change the values.
+    """Returns the parameters of the modules `parts` that another forward may change.
 
-    They are all that have a version, except those of embeddings with `max_norm`, which write the same values however often they run.
+    These are all parameters with a version, except in embeddings with `max_norm`, which write the same values however often they run.
     """
     bounded = {part.weight for part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None}
     held = dict.fromkeys(parameter for part in parts for parameter in part._parameters.values() if parameter is not None)

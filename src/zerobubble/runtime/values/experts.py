@@ -27,7 +27,7 @@ class ExpertMark:
     dim: int | None
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Returns the complete tensor of which `tensor` is this rank's part, in the same memory."""
+        """Returns the complete tensor that `tensor` is this rank's part of, in the same memory."""
         return tensor if self.dim is None else DTensor.from_local(tensor, self.mesh, [Shard(self.dim)], run_check=False)
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -65,10 +65,10 @@ def mark_experts(module: Module, mesh: DeviceMesh, dim: int | None = 0) -> Modul
 
 def expert_marks(module: nn.Module) -> dict[str, ExpertMark]:
     """Returns the marks of the parameters and buffers in `module` that have one, under all of their names."""
-    found: dict[str, ExpertMark] = {}
+    marks: dict[str, ExpertMark] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         mark = part.__dict__.get(_MARK)
         if mark is not None:
             tensors = (*part.named_parameters(prefix, remove_duplicate=False), *part.named_buffers(prefix, remove_duplicate=False))
-            found.update(dict.fromkeys((name for name, _ in tensors), mark))
-    return found
+            marks.update(dict.fromkeys((name for name, _ in tensors), mark))
+    return marks

@@ -18,10 +18,7 @@ _UNUSED = "appears to not have been used in the graph"
 
 
 def refuse_far_gradient(error: Exception, whose: str) -> None:
-    """Raises `InputError` if `error` is of a call of `torch.autograd.grad` that the graph of a stage cannot answer.
-
-    `whose` names the code of the user that has raised it.
-    """
+    """Raises `InputError` if `error` comes from a call of `torch.autograd.grad`, in the user's code `whose`, beyond a stage's graph."""
     if isinstance(error, RuntimeError) and _UNUSED in str(error):
         raise InputError(
             "{whose} calls torch.autograd.grad with respect to a tensor on which this stage's graph does not depend, such as the input of "

@@ -12,7 +12,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.values.memory import local_part
 
 
-class Part(Protocol):
+class GradientPart(Protocol):
     """A part of a tensor, such as a slice. Equal parts are the same part."""
 
     def add(self, whole: Tensor, gradient: Tensor) -> None:
@@ -32,21 +32,21 @@ class Gradients:
         self._name = "grad" if dtype is None else "main_grad"
 
     def refuse_complex(self, stage: int, module: nn.Module) -> None:
-        """Raises `InputError` if a stage has a complex parameter, whose gradient `main_grad` would cut to its real part."""
-        found = next((name for name, parameter in module.named_parameters() if parameter.is_complex()), None)
-        if self.dtype is not None and found is not None:
+        """Raises `InputError` if a stage has a complex parameter, since `main_grad` would cut its gradient to the real part."""
+        first = next((name for name, parameter in module.named_parameters() if parameter.is_complex()), None)
+        if self.dtype is not None and first is not None:
             message = "main_grad={dtype} cannot hold the gradient of {parameter} of stage {stage}, which is complex"
-            raise InputError(message, dtype=str(self.dtype), parameter=found, stage=stage, remedy="leave main_grad out")
+            raise InputError(message, dtype=str(self.dtype), parameter=first, stage=stage, remedy="leave main_grad out")
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """Returns the gradient summed so far, None without any."""
-        found: Tensor | None = getattr(parameter, self._name, None)
-        return found
+        gradient: Tensor | None = getattr(parameter, self._name, None)
+        return gradient
 
     def dense(self, parameter: Tensor) -> Tensor | None:
         """Returns the gradient summed so far if it is a plain dense tensor, else None."""
-        found = self.get(parameter)
-        return found if type(found) is Tensor and found.layout is torch.strided else None
+        gradient = self.get(parameter)
+        return gradient if type(gradient) is Tensor and gradient.layout is torch.strided else None
 
     def put(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Sets the sum to `gradient`."""
@@ -62,7 +62,7 @@ class Gradients:
         else:
             so_far.add_(gradient)
 
-    def add_part(self, parameter: Tensor, part: Part, gradient: Tensor) -> None:
+    def add_part(self, parameter: Tensor, part: GradientPart, gradient: Tensor) -> None:
         """Adds the `gradient` of a part of the parameter to the sum, which begins with zeros."""
         so_far = self.get(parameter)
         if so_far is None:
@@ -100,13 +100,13 @@ class EarlierSums:
 
     @property
     def are_lost(self) -> bool:
-        """Whether a gradient of earlier steps is not what it was."""
+        """Whether a gradient of earlier steps has changed since."""
         pairs = zip(map(self._gradients.get, self._parameters), self._sums, strict=True)
         are_same = all(now is earlier for now, earlier in pairs if earlier is not None)
         return not are_same or self._versions != [_version(earlier) for earlier in self._sums if earlier is not None]
 
     def drop(self, *, all_steps: bool) -> None:
-        """Drops the gradients of the step, with `all_steps` also the ones of earlier steps."""
+        """Drops the gradients of the step, with `all_steps` also the gradients of earlier steps."""
         for parameter, earlier in zip(self._parameters, self._sums, strict=True):
             if all_steps or earlier is None:
                 self._gradients.put(parameter, None)

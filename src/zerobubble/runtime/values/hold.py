@@ -21,7 +21,7 @@ class Hold:
     """The context of one forward of `stage`, None outside a pipeline; `trains` says whether a backward pass follows.
 
     `stashed` are tensors by name, and `popped` the names popped in this forward. `losses` are the sums of added losses by name; None if
-    nothing was added, and outside a pipeline, where nothing collects them. `origins` returns those of the tensors that arrived.
+    nothing was added, and outside a pipeline, where nothing collects them. `origins` returns the origins of the tensors that arrived.
     `is_traced` says whether a graph runs instead of the stage's code.
     """
 
@@ -88,7 +88,9 @@ def _unload(inputs: Payload, behind: Stashed, hold: Hold) -> Tensors:
     rest = iter(inputs[count:])
     hold.stashed = {name: next(rest) for name in behind.names}
     hold.losses = {name: next(rest) for name in behind.losses} or None
-    own: Tensors = inputs[:count] if behind.arguments is None else Payload.from_tensors(inputs[:count], behind.arguments, inputs.keywords)
-    if inputs.keywords and behind.arguments is None:
-        own = with_keywords(own, inputs.keywords)
-    return own
+    arguments: Tensors = inputs[:count]
+    if behind.arguments is not None:
+        arguments = Payload.from_tensors(arguments, behind.arguments, inputs.keywords)
+    elif inputs.keywords:
+        arguments = with_keywords(arguments, inputs.keywords)
+    return arguments

@@ -1,4 +1,4 @@
-"""Takes the user's hooks on gradients from tensors, so that autograd does not call them, and puts those of parameters back."""
+"""Takes the user's hooks on gradients from tensors, so that autograd does not call them, and puts hooks of parameters back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TakenHooks(NamedTuple):
     hooks: dict[int, Callable[..., Any]]
 
     def put_back(self) -> None:
-        """Puts the hooks back, before those that were added since."""
+        """Puts the hooks back, before any hooks that were added since."""
         now = getattr(self.parameter, self.kind)
         added = dict(now)
         now.clear()
@@ -58,7 +58,7 @@ def hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def without_new_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """A context at whose end the hooks that were registered in it on the gradients of `tensors` are dropped."""
+    """A context that drops the hooks registered in it on the gradients of `tensors` at its end."""
     before = [(tensor, len(tensor._backward_hooks or ())) for tensor in tensors]
     try:
         yield

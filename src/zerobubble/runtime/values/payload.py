@@ -99,7 +99,7 @@ class Payload(tuple[Tensor, ...]):
         return Payload.from_tensors(tensors, self.structure, self.keywords)
 
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Returns the positional and keyword arguments of the module: a dict is keyword arguments, anything else positional ones."""
+        """Returns the positional and keyword arguments of the module: a dict becomes keyword arguments, anything else is positional."""
         pytree = unflatten_pytree(self.structure, iter(self))
         return ((), {**pytree, **self.keywords}) if isinstance(pytree, dict) else (pytree, self.keywords)
 
@@ -152,8 +152,8 @@ def _flatten(value: Any, tensors: list[Tensor], where: str, opaque: bool) -> Str
     constant = constant_of(value)
     if constant is not None:
         return constant
-    if is_plain_dataclass(value) and (not opaque or any(tensors_in(getattr(value, each.name)) for each in fields(value))):
-        names = tuple(each.name for each in fields(value))
+    if is_plain_dataclass(value) and (not opaque or any(tensors_in(getattr(value, field.name)) for field in fields(value))):
+        names = tuple(field.name for field in fields(value))
         parts = (_flatten(getattr(value, name), tensors, f"{where}.{name}", opaque) for name in names)
         return Container(DataclassReference(kind), names, tuple(parts))
     if opaque:
@@ -182,10 +182,10 @@ def unflatten_pytree(structure: Structure, tensors: Iterator[Any]) -> Any:
     parts = [unflatten_pytree(part, tensors) for part in structure.parts]
     make: Any = structure.kind
     if isinstance(make, DataclassReference):
-        made: Any = object.__new__(make.kind)
+        instance: Any = object.__new__(make.kind)
         for name, part in zip(structure.keys, parts, strict=True):
-            object.__setattr__(made, name, part)  # frozen ones, too; __post_init__ has run where it was made
-        return made
+            object.__setattr__(instance, name, part)  # frozen ones, too; __post_init__ has run where it was made
+        return instance
     if make in _MAPPINGS:
         return make(zip(structure.keys, parts, strict=True))
     return make(*parts) if _is_named_tuple(make) else make(parts)

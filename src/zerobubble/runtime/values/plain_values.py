@@ -63,16 +63,16 @@ class DataclassReference:
 
 def dataclass_named(module: str, name: str) -> DataclassReference:
     """Returns a dataclass that this process has imported. Raises `InputError` for any other name."""
-    found: Any = sys.modules.get(module)
+    member: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    if not isinstance(found, type) or not is_dataclass(found):
+        member = getattr(member, "__dict__", {}).get(part)
+    if not isinstance(member, type) or not is_dataclass(member):
         raise InputError(
             "{name} is no dataclass that this rank has imported",
             name=f"{module}.{name}",
             remedy="define it at the top of a module",
         )
-    return DataclassReference(found)
+    return DataclassReference(member)
 
 
 def write_plain(value: Any) -> Tensor:
@@ -94,9 +94,9 @@ class _PlainUnpickler(pickle.Unpickler):
             return _type_of
         if (module, name) == (__name__, dataclass_named.__name__):
             return dataclass_named
-        found = super().find_class(module, name)
-        if isinstance(found, torch.dtype) or (isinstance(found, type) and _is_plain(found)):
-            return found
+        kind = super().find_class(module, name)
+        if isinstance(kind, torch.dtype) or (isinstance(kind, type) and _is_plain(kind)):
+            return kind
         raise InputError(
             (
                 "{module}.{name} is none of the values that ranks exchange, which are numbers, text, None, torch's "

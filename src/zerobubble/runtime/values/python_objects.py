@@ -22,7 +22,7 @@ NAMESPACES = (SimpleNamespace, Namespace)
 
 
 def is_of_library(name: str | None) -> bool:
-    """Returns whether a Python module belongs to a package whose objects are assumed constant."""
+    """Returns whether a Python module belongs to a package with objects that are assumed constant."""
     return (name or "builtins").partition(".")[0] in _LIBRARIES
 
 
@@ -39,7 +39,7 @@ def names_in(code: CodeType) -> list[str]:
 
 @cache
 def globals_in(code: CodeType) -> tuple[str, ...]:
-    """Returns the names of globals that code and its inner functions use: those of attributes may be globals of others."""
+    """Returns the names of globals that code and its inner functions use, without names of attributes, which may be other globals."""
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    own = [instruction.argval for instruction in get_instructions(code) if instruction.opname in _GLOBAL]
-    return tuple(dict.fromkeys([*own, *chain.from_iterable(map(globals_in, inner))]))
+    names = [instruction.argval for instruction in get_instructions(code) if instruction.opname in _GLOBAL]
+    return tuple(dict.fromkeys([*names, *chain.from_iterable(map(globals_in, inner))]))

@@ -38,9 +38,9 @@ Content = tuple[Any, ...]
 """What a place holds: the same objects, or equal states, as long as nothing changes it."""
 
 
-def are_same(one: Content, other: Content) -> bool:
+def are_same(now: Content, other: Content) -> bool:
     """Returns whether two contents of a place are the same objects."""
-    return len(one) == len(other) and all(map(is_, one, other))
+    return len(now) == len(other) and all(map(is_, now, other))
 
 
 LARGEST = 1 << 24
@@ -48,7 +48,7 @@ LARGEST = 1 << 24
 
 
 class Place:
-    """One place, the `path` of which names it in errors. It belongs to the object `owner`."""
+    """A place of the object `owner`. Errors name it by its `path`."""
 
     def __init__(self, path: str, owner: Any) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class Place:
         return ((f"{self.path}[{i}]", value) for i, value in enumerate(content))
 
 
-class Table(Place):
+class DictPlace(Place):
     """The entries of a dict."""
 
     def read(self) -> Content:
@@ -302,8 +302,8 @@ class Position(Place):
         return ((self.path, value) for value in content if is_a(value, (Iterator, tuple)))
 
 
-def _is_same_value(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, (int, str)) and bool(one == other))
+def _is_same_value(now: Any, other: Any) -> bool:
+    return now is other or (isinstance(now, (int, str)) and bool(now == other))
 
 
 def _position(iterator: Any) -> Content:
@@ -367,7 +367,7 @@ def _with_bytes(state: Any) -> Any:
 
 
 def _with_arrays(state: Any) -> Any:
-    """Returns the state of which `_with_bytes` returned the bytes."""
+    """Returns the state from the result of `_with_bytes`."""
     if isinstance(state, dict):
         return {name: _with_arrays(value) for name, value in state.items()}
     return sys.modules["numpy"].frombuffer(state[1], dtype=state[0]) if isinstance(state, tuple) else state
@@ -397,7 +397,7 @@ def array_place(path: str, array: Any) -> Place | None:
 def container_place(path: str, value: Any) -> Place | None:
     """Returns the place of the entries of a dict, list, deque or set; None for any other object."""
     if is_a(value, dict):
-        return Table(path, value)
+        return DictPlace(path, value)
     return Items(path, value) if is_a(value, (list, deque, set)) else None
 
 

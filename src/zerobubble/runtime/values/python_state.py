@@ -35,12 +35,12 @@ from zerobubble.runtime.values.python_places import (
     Attributes,
     Cell,
     Content,
+    DictPlace,
     Elements,
     GeneratorState,
     Items,
     Place,
     Slots,
-    Table,
     are_same,
     array_place,
     class_place,
@@ -79,7 +79,7 @@ def named_generators(names: Iterable[str]) -> str:
 
 
 class Snapshot(NamedTuple):
-    """The `contents` of the first of `places`; those found since come after them."""
+    """The `contents` of the first of `places`. Places that were found since come last and have no contents."""
 
     places: list[Place]
     contents: list[Content]
@@ -138,7 +138,7 @@ class PythonState:
         return {id(place.owner) for place in self._places}
 
     def _visit(self, place: Place, content: Content) -> None:
-        if len(content) <= (self._most_entries if isinstance(place, (Items, Table)) else _MOST_ENTRIES):
+        if len(content) <= (self._most_entries if isinstance(place, (Items, DictPlace)) else _MOST_ENTRIES):
             self._finder.visit_all(place.objects(content))
 
     def _read_new(self) -> None:
@@ -151,7 +151,7 @@ class PythonState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context after which the state is what it was, as far as it can be put back."""
+        """A context that restores the state at its end, as far as it can be put back."""
         before = self.snapshot()
         try:
             yield
@@ -160,7 +160,7 @@ class PythonState:
 
     @contextmanager
     def as_in(self, before: Snapshot) -> Iterator[None]:
-        """A context in which the state is that of a snapshot, and after which it is what it was.
+        """A context in which the state is the state of a snapshot, restored at the end.
 
         Tensors that have changed since are replaced by copies, since graphs of other microbatches may need them.
         """
@@ -178,9 +178,9 @@ def _raise_first(faults: list[InputError]) -> None:
 
 
 def put_back(before: Snapshot, *, replaces_tensors: bool = False) -> list[InputError]:
-    """Restores the contents of a snapshot; with `replaces_tensors`, by copies of tensors whose elements have changed.
+    """Restores the contents of a snapshot; with `replaces_tensors`, replaces tensors with changed elements by copies.
 
-    Returns the errors for tensors of which there is no copy, and for iterators, with the field `place`.
+    Returns the errors for tensors without a copy, and for iterators, with the field `place`.
     """
     copies = _copies_in(before) if replaces_tensors else {}
     faults = []
@@ -351,8 +351,8 @@ class _Finder:
 
     def _visit_variables(self, namespace: dict[str, Any], named: Iterable[tuple[str, Any]]) -> None:
         """Adds the place of global variables that no place has yet."""
-        known = self._variables.setdefault(id(namespace), set())
-        names = [name for name, _ in named if name not in known]
-        known.update(names)
+        placed = self._variables.setdefault(id(namespace), set())
+        names = [name for name, _ in named if name not in placed]
+        placed.update(names)
         if names:
             self.places.append(globals_place(namespace, names))

@@ -63,7 +63,7 @@ class RandomStates(NamedTuple):
         return tensors, self.of_python, None if self.of_numpy is None else in_bytes(self.of_numpy)
 
     def set(self, now: RandomStates | None = None) -> None:
-        """Restores these states. If the current ones are given, generators that already have theirs are not written."""
+        """Restores these states. With the current states as argument, generators that already have their state are not written."""
         self.of_torch.set()
         if now is None or now.of_python != self.of_python:
             random.setstate(self.of_python)
@@ -94,15 +94,15 @@ def states_restored(states: RandomStates | None, device: torch.device) -> Iterat
 
 def devices_with_generators(*values: Any) -> list[torch.device]:
     """Returns the devices with generators of their own of the tensors in `values`, which are modules or nests of tensors."""
-    found: set[torch.device] = set()
+    devices: set[torch.device] = set()
     for value in values:
         tensors = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else pytree.tree_leaves(value)
-        found.update(tensor.device for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta)
-    return sorted((device for device in found if interface(device).has_generator), key=str)
+        devices.update(tensor.device for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta)
+    return sorted((device for device in devices if interface(device).has_generator), key=str)
 
 
 def states_of(devices: Sequence[torch.device]) -> list[bytes]:
-    """Returns the states of the CPU's generator and of those of `devices`, to compare with later ones."""
+    """Returns the states of the generators of the CPU and of `devices`, to compare with later states."""
     return [state.numpy().tobytes() for state in (torch.get_rng_state(), *(interface(device).random_state() for device in devices))]
 
 
@@ -165,7 +165,7 @@ def next_seed() -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which all devices draw from `seed`; restores the generators, and resets those of devices initialized inside."""
+    """A context in which all devices draw from `seed`; restores the generators, and resets generators of devices initialized inside."""
     used = accelerator_in_use()
     with _ONE_AT_A_TIME, generators_restored([] if used is None else [used]):
         torch.manual_seed(seed)

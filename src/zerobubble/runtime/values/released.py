@@ -4,8 +4,8 @@ A released tensor stays the same object, with its name, shape, dtype, device and
 keep it. Its class becomes a subclass whose `__torch_function__` refuses everything but metadata. The few functions of torch that bypass
 `__torch_function__`, such as `torch.tensor(parameter)`, read NaN.
 
-Its gradient is that of another rank. Optimizers and the loops of torch, such as `zero_grad`, skip parameters without gradients, so they
-read None. All other code that reads it, such as a norm of the gradients of `model.parameters()`, would get a rank's share, and is refused.
+Its gradient is on another rank. Optimizers and the loops of torch, such as `zero_grad`, skip parameters without gradients, so they read
+None. All other code that reads it, such as a norm of the gradients of `model.parameters()`, would get a rank's share, and is refused.
 
 A guarded tensor has its values. Each use of them first calls a function that may release the tensor.
 """
@@ -92,8 +92,8 @@ def refill(tensor: Tensor, value: Tensor) -> None:
 def guard(tensor: Tensor, look: Callable[[], object], *, is_old: bool = False, explain: Explain | None = None) -> None:
     """Makes every use of the values of `tensor` call `look` first. The functions that bypass a released tensor bypass it, too.
 
-    With `is_old`, `look` raises an error, until all values are overwritten. With `explain`, its gradient is that of another rank: unless
-    this rank has computed one, reading it raises `explain("gradient")`, as of a released tensor.
+    With `is_old`, `look` raises an error until all values are overwritten. With `explain`, its gradient is on another rank: reading it
+    raises `explain("gradient")`, as for a released tensor, unless this rank has computed a gradient.
     """
     if not is_released(tensor) and _GUARDED not in tensor.__dict__:
         tensor.__dict__[_GUARDED] = _Guard(look, type(tensor), is_old, explain)
@@ -317,7 +317,7 @@ def _released_kind(kind: type) -> type:
 def _look_before(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Runs `func` with tensors of their classes before `guard`, after a look if it reads values."""
     kwargs = kwargs or {}
-    guarded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and _GUARDED in leaf.__dict__]
+    guarded = _guarded_in((args, kwargs))
     overwrites = func in _OVERWRITING
     if not overwrites and _rules().get(func) not in (_run, _of_strides, _read_gradient):
         guarded[0].__dict__[_GUARDED].look()
@@ -333,6 +333,10 @@ def _look_before(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), k
         for tensor, before in guards:
             if not (overwrites and before.is_old and tensor is args[0]):
                 guard(tensor, before.look, is_old=before.is_old, explain=before.explain)
+
+
+def _guarded_in(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and _GUARDED in leaf.__dict__]
 
 
 def _refuse_gradient(tensor: Tensor, guarded: _Guard, frame: FrameType) -> None:

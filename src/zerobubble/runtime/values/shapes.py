@@ -36,8 +36,8 @@ Shapes = tuple[TensorShape, ...]
 class KnownMessages(dict[Value, Shapes]):
     """The shapes of a step's messages, learned in an earlier step with the same inputs.
 
-    `structures` are those of messages that are more than positional tensors. `missing_gradients` are the channels on which a gradient was
-    missing. `memo` is free for hooks to use: see `StepHook`.
+    `structures` has the structures of messages that are more than positional tensors. `missing_gradients` are the channels on which a
+    gradient was missing. `memo` is free for hooks to use: see `StepHook`.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
 """Describes how a value that user code keeps has changed, so that another rank can make the same change of its own value.
 
-Only what has changed is sent: entries of dicts, attributes of objects, items behind those of a list. So an object that changes stays the
-same object on all ranks, another object becomes another, and a long list of losses is not sent again.
+Only changes are sent: entries of dicts, attributes of objects, items appended to a list. So an object that changes stays the same object on
+all ranks, a new object becomes a new object, and a long list of losses is not sent again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ class Kept(NamedTuple):
         return cls(value, None, None if entries is None else {key: cls.of(entry, depth - 1) for key, entry in entries.items()})
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value is what it was."""
+        """Returns whether a value is unchanged."""
         if value is not self.value:
             return type(value) in ATOMS and type(value) is type(self.value) and bool(value == self.value)
         if self.entries is None:
@@ -74,7 +74,7 @@ class Kept(NamedTuple):
         return entries.keys() == self.entries.keys() and all(before.holds(entries[key]) for key, before in self.entries.items())
 
     def change(self, value: Any) -> Any:
-        """Returns the change from what it was to `value`, None if there is none."""
+        """Returns the change from the earlier contents to `value`, None if there is none."""
         if self.holds(value):
             return None
         if value is not self.value:
@@ -82,13 +82,18 @@ class Kept(NamedTuple):
         if is_a(value, list) and self._was_appended_to(value):
             return _MORE, [sent(entry) for entry in value[self._length :]]
         entries = None if self.entries is None or is_a(value, (set, frozenset, tuple, deque)) else _entries_in(value)
-        if entries is None or self.entries is None or (is_a(value, list) and len(value) != self._length):
+        if entries is None or (is_a(value, list) and len(value) != self._length):
             return _FILLED, sent(value)
-        changes: list[tuple[Any, Any]] = [(sent(key), None) for key in self.entries if key not in entries]
+        return _INSIDE, self._changes_inside(entries)
+
+    def _changes_inside(self, entries: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+        """Returns the changes of entries by key, None for an entry that is gone."""
+        before = self.entries or {}
+        changes: list[tuple[Any, Any]] = [(sent(key), None) for key in before if key not in entries]
         for key, entry in entries.items():
-            change = self.entries[key].change(entry) if key in self.entries else (_NEW, sent(entry))
+            change = before[key].change(entry) if key in before else (_NEW, sent(entry))
             changes += [] if change is None else [(sent(key), change)]
-        return _INSIDE, changes
+        return changes
 
     @property
     def _length(self) -> int:
@@ -123,7 +128,7 @@ def _are_equal(now: Any, before: Any) -> bool:
 
 
 def apply_change(change: Any, held: Any, refused: Callable[[], Any]) -> Any:
-    """Returns what is `held` with a `change` of another rank; `refused()` in place of what that rank could not send."""
+    """Returns the `held` value with a `change` of another rank, and with `refused()` in place of values that the rank could not send."""
     kind, contents = change
     if kind in (_NEW, _FILLED):
         value = refused() if contents is None else _received(contents, held, refused)

@@ -52,7 +52,7 @@ def _table_of(value: Any) -> dict[str, Any] | None:
 
 
 def attributes_in(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, with those in slots."""
+    """Returns the attributes of an object, including attributes in slots."""
     slots = {slot.__name__: in_slot(slot, value) for slot in slots_of(type(value))}
     return {**(_table_of(value) or {}), **{name: held for name, held in slots.items() if held is not ABSENT}}
 
@@ -169,8 +169,8 @@ def _received_object(name: str, names: list[str], inside: list[Any], like: Any) 
     if kind.__new__ is not object.__new__ and kind not in NAMESPACES:
         raise UnknownObjectError(name)
     value, before = kind.__new__(kind), attributes_in(like) if is_like else {}
-    for own, contents in zip(names, inside, strict=True):
-        put_attribute(value, own, received(contents, before.get(own)))
+    for attribute, contents in zip(names, inside, strict=True):
+        put_attribute(value, attribute, received(contents, before.get(attribute)))
     return value
 
 

@@ -50,8 +50,8 @@ def pop(name: str, *, keep: bool = False) -> Tensor:
     hold = _hold("pop", name)
     if name not in hold.stashed:
         who = "pop finds" if hold.stage is None else f"stage {hold.stage} pops"
-        known = f"on their way are {', '.join(map(repr, hold.stashed))}" if hold.stashed else "nothing is on its way"
-        hint = f"{near(name, hold.stashed)}{known}"
+        stashed = f"on their way are {', '.join(map(repr, hold.stashed))}" if hold.stashed else "nothing is on its way"
+        hint = f"{near(name, hold.stashed)}{stashed}"
         raise InputError(
             "{who} {name!r}, which nobody stashed before, or which was popped without keep=True; {hint}", who=who, name=name, hint=hint
         )

@@ -47,7 +47,7 @@ def is_stateful(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Returns whether a stateful `tensor` has no memory except that of the tensors inside."""
+    """Returns whether a stateful `tensor` has only the memory of the tensors inside."""
     return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
 
 
@@ -58,21 +58,21 @@ def parts_of_wrapper(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def tensors_inside(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in `value`, its attributes and nested containers, except those of modules, with their paths from `name`."""
+    """Yields the tensors in `value`, its attributes and nested containers, but not inside modules, with their paths from `name`."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
     left = [(name, value)]
     while left:
-        path, each = left.pop()
-        if id(each) in seen or isinstance(each, (nn.Module, type)) or type(each) is Refusing:
+        path, item = left.pop()
+        if id(item) in seen or isinstance(item, (nn.Module, type)) or type(item) is Refusing:
             continue
-        seen[id(each)] = each
-        if isinstance(each, Tensor):
-            yield path, each
-        elif isinstance(each, Mapping):
-            left += [(f"{path}.{key}", part) for key, part in each.items()]
-        elif isinstance(each, (list, tuple, set, frozenset, deque)):
-            left += [(f"{path}.{number}", part) for number, part in enumerate(each)]
-        left += [(f"{path}.{key}", part) for key, part in getattr(each, "__dict__", {}).items()]
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            yield path, item
+        elif isinstance(item, Mapping):
+            left += [(f"{path}.{key}", part) for key, part in item.items()]
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            left += [(f"{path}.{number}", part) for number, part in enumerate(item)]
+        left += [(f"{path}.{key}", part) for key, part in getattr(item, "__dict__", {}).items()]
 
 
 def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -91,8 +91,8 @@ def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def stateful_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Returns the stateful parameters and buffers of `module` itself, by name."""
-    own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-    return {name: tensor for name, tensor in own if is_stateful(tensor)}
+    named = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    return {name: tensor for name, tensor in named if is_stateful(tensor)}
 
 
 def tensors_inside_wrapper(tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -66,7 +66,7 @@ class UsedPlaces:
             self._visit(value, depth)
 
     def _visit_code(self, function: Any, owner: Any, depth: int) -> None:
-        """Visits the variables of a function of the user's, and what it uses of its `owner`."""
+        """Visits the variables of a user's function, and what it uses of its `owner`."""
         if not is_a(function, FunctionType) or is_of_library(function.__module__) or not depth:
             return
         names = names_in(function.__code__)

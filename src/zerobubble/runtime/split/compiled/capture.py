@@ -40,7 +40,7 @@ class Slot:
         return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
 
 
-class Slots:
+class CaptureSlots:
     """The slots of a stage. Call `enter` before each pass of a microbatch and `leave` after its last pass."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class CapturedPart:
     Raises `InputError` if the part cannot be captured.
     """
 
-    def __init__(self, part: Part, slots: Slots, num_returned: int, fixed_tensors: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, part: Part, slots: CaptureSlots, num_returned: int, fixed_tensors: Callable[[], Sequence[Tensor]]) -> None:
         self._part = part
         self._slots = slots
         self._num_returned = num_returned
@@ -116,7 +116,8 @@ class CapturedPart:
             raise _refusal(str(error).strip().splitlines()[0]) from error
         if any(tensor.layout is not torch.strided for tensor in outputs if isinstance(tensor, Tensor)):
             raise _refusal("it returns a sparse tensor")
-        return _Recording(inputs, replay, outputs, _replaced(tensors, inputs))
+        both = enumerate(zip(tensors, inputs, strict=True))
+        return _Recording(inputs, replay, outputs, tuple(position for position, (tensor, read) in both if tensor is not read))
 
 
 class _Recording(NamedTuple):
@@ -129,25 +130,26 @@ class _Recording(NamedTuple):
     outputs: Sequence[Any]
     copied_in: tuple[int, ...]
 
-    def fits(self, given: Sequence[Any]) -> bool:
+    def fits(self, inputs: Sequence[Any]) -> bool:
         """Returns whether a replay is valid for these inputs."""
-        for position, (new, own) in enumerate(zip(given, self.inputs, strict=True)):
+        for position, (new, static) in enumerate(zip(inputs, self.inputs, strict=True)):
             if not isinstance(new, Tensor):
-                if new != own:
+                if new != static:
                     return False
             elif position in self.copied_in:
-                if (new.shape, new.stride()) != (own.shape, own.stride()):
+                if (new.shape, new.stride()) != (static.shape, static.stride()):
                     return False
-            elif new.data_ptr() != own.data_ptr():
+            elif new.data_ptr() != static.data_ptr():
                 return False
         return True
 
-    def copy_in(self, given: Sequence[Any]) -> list[Any]:
+    def copy_in(self, inputs: Sequence[Any]) -> list[Any]:
         """Copies inputs into static memory where needed, and returns the tensors that the graph reads."""
         for position in self.copied_in:
-            if given[position].data_ptr() != self.inputs[position].data_ptr():
-                copy_into(self.inputs[position], given[position])
-        return [own if position in self.copied_in else new for position, (new, own) in enumerate(zip(given, self.inputs, strict=True))]
+            if inputs[position].data_ptr() != self.inputs[position].data_ptr():
+                copy_into(self.inputs[position], inputs[position])
+        both = enumerate(zip(inputs, self.inputs, strict=True))
+        return [static if position in self.copied_in else new for position, (new, static) in both]
 
 
 def record(part: Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[[], object], Sequence[Any]]:
@@ -158,10 +160,10 @@ def record(part: Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[
     return interface(device).capture(lambda: part(list(inputs)), pool)
 
 
-def copy_into(static: Tensor, given: Tensor) -> None:
-    """Copies `given` into a tensor of the same shape. Expanded dimensions (stride 0) are copied once."""
+def copy_into(static: Tensor, source: Tensor) -> None:
+    """Copies `source` into a tensor of the same shape. Expanded dimensions (stride 0) are copied once."""
     once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in static.stride()])
-    static[once].copy_(given[once])
+    static[once].copy_(source[once])
 
 
 def _refusal(reason: str) -> InputError:
@@ -177,8 +179,3 @@ def _static_memory_for(tensor: Any, fixed: set[int]) -> Any:
     static = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     copy_into(static, tensor)
     return static
-
-
-def _replaced(given: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the positions of the inputs that have a static copy."""
-    return tuple(position for position, (new, own) in enumerate(zip(given, inputs, strict=True)) if new is not own)

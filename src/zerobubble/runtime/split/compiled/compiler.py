@@ -75,8 +75,8 @@ class Compiler:
         """Returns compiled code of a graph for inputs like `examples`, None if the graph should run node by node."""
         sized = SizedGraph.from_graph(graph, examples)
         kind = self._kinds.setdefault(sized.kind, _Kind())
-        known = next((part for general in kind.general if (part := general.part(sized.sizes)) is not None), None)
-        part = known or kind.compiled.get(sized.sizes)
+        parts = (general.part(sized.sizes) for general in kind.general)
+        part = next(filter(None, parts), None) or kind.compiled.get(sized.sizes)
         if part is not None:
             return part
         if not self._may_compile():
@@ -97,11 +97,11 @@ class Compiler:
 
     def _compile_for_all(self, kind: _Kind, graph: fx.GraphModule, examples: Sequence[Any], sizes: tuple[int, ...]) -> Part | None:
         """Returns code for all sizes including these, None for the first graph of a kind and if sizes cannot be symbolic."""
-        known = [other for other in kind.compiled if _may_be_general([other, sizes])]
-        if not known:
+        similar = [other for other in kind.compiled if _may_be_general([other, sizes])]
+        if not similar:
             return None
         try:
-            general = General([*known, sizes])
+            general = General([*similar, sizes])
             compiled = compile_with_symbols(graph, examples, general, sizes)
         except Exception as error:  # noqa: BLE001  # inductor raises many types of errors when it needs a constant instead of a symbol
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -189,7 +189,7 @@ def compile_with_symbols(graph: fx.GraphModule, examples: Sequence[Any], general
         inputs = [fill_in_example(example, left, fake) for example in examples]
         code = compile_graph(with_symbols(graph, examples, general), [*symbols, *inputs], options=_OPTIONS)
         condition = environment.produce_guards_expression(symbols)
-    return _General(general, code, lambda given: condition is None or environment.evaluate_guards_expression(condition, given))
+    return _General(general, code, lambda values: condition is None or environment.evaluate_guards_expression(condition, values))
 
 
 def _symbol(environment: Any, number: int, name: str) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import CodeGen
 
-from zerobubble.runtime.split.compiled.capture import CapturedPart, Part, Slots
+from zerobubble.runtime.split.compiled.capture import CapturedPart, CaptureSlots, Part
 from zerobubble.runtime.split.compiled.compiler import Compiler
 from zerobubble.runtime.split.graphs.symbolic_sizes import Values, taking_values, with_numbers
 
@@ -22,7 +22,7 @@ class PartMaker:
     `fixed_tensors` returns the tensors that keep their addresses between calls: the parameters and buffers.
     """
 
-    def __init__(self, fixed_tensors: Callable[[], Sequence[Tensor]], *, compiler: Compiler | None, slots: Slots | None) -> None:
+    def __init__(self, fixed_tensors: Callable[[], Sequence[Tensor]], *, compiler: Compiler | None, slots: CaptureSlots | None) -> None:
         self._fixed_tensors = fixed_tensors
         self._slots = slots
         self._compiler = compiler

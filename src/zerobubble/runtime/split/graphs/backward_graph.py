@@ -56,7 +56,7 @@ class BackwardSplit:
 
 
 def split_backward(backward: fx.GraphModule, num_parameters: int, free: Collection[str], weight_only: Collection[str]) -> BackwardSplit:
-    """Splits a backward graph. Its first `num_parameters` results are the gradients of parameters, the others those of inputs.
+    """Splits a backward graph. Its first `num_parameters` results are the gradients of parameters, the others the gradients of inputs.
 
     `free` names the inputs that cost no memory to keep: the parameters. `weight_only` names the nodes computed only from parameters.
     """
@@ -81,9 +81,9 @@ def split_backward(backward: fx.GraphModule, num_parameters: int, free: Collecti
         w=extract(backward, [*kept_inputs, *kept_of_b], late),
         waiting=waiting,
         kept_inputs=tuple(inputs.index(node) for node in kept_inputs),
-        flops_in_w=sum(flops(node) for node in weight_products & ancestors(late, kept)),
-        weight_flops=sum(flops(node) for node in weight_products),
-        reasons={i: _reason(node, in_b) for i, node in enumerate(at_once) if node is not None},
+        flops_in_w=sum(map(flops, weight_products & ancestors(late, kept))),
+        weight_flops=sum(map(flops, weight_products)),
+        reasons=_reasons(at_once, in_b),
     )
 
 
@@ -96,11 +96,11 @@ def _after_last_product(nodes: Sequence[fx.Node], weight_only: Collection[str]) 
     """Returns the nodes with no product after them: only views, sums, pointwise operations and products with weights lie between them and
     the results.
     """
-    found: set[fx.Node] = set()
+    last: set[fx.Node] = set()
     for node in reversed(nodes):
-        if all(_leads_to_results(node, user, found, weight_only) for user in node.users):
-            found.add(node)
-    return found
+        if all(_leads_to_results(node, user, last, weight_only) for user in node.users):
+            last.add(node)
+    return last
 
 
 def _leads_to_results(node: fx.Node, user: fx.Node, after_products: set[fx.Node], weight_only: Collection[str]) -> bool:
@@ -141,11 +141,14 @@ def _divide_convolutions(backward: fx.GraphModule) -> None:
         late.meta["val"] = (None, *values[1:])
 
 
-def _reason(gradient: fx.Node, in_b: set[fx.Node]) -> str:
-    """Returns why the gradient of a parameter is not deferred."""
-    if gradient in in_b or (is_getitem(gradient) and gradient.args[0] in in_b):
-        return "comes with the gradient of the input"
-    return "deferring it would keep more bytes than the gradient has"
+def _reasons(gradients: Sequence[fx.Node | None], in_b: set[fx.Node]) -> dict[int, str]:
+    """Returns why gradients of parameters are not deferred, by position."""
+
+    def reason(gradient: fx.Node) -> str:
+        comes_with_input = gradient in in_b or (is_getitem(gradient) and gradient.args[0] in in_b)
+        return "comes with the gradient of the input" if comes_with_input else "deferring it would keep more bytes than the gradient has"
+
+    return {i: reason(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
 
 
 _SOURCE = "W"
@@ -155,7 +158,7 @@ _RECOMPUTE_PRICE = 1 / 16
 
 
 def cheapest_for_w(nodes: Collection[fx.Node], gradients: set[fx.Node], in_b: set[fx.Node], free: Collection[str]) -> set[fx.Node]:
-    """Returns which of `nodes`, those of a backward graph, W computes.
+    """Returns the nodes of a backward graph that W computes.
 
     W computes or receives the `gradients` of the parameters. `in_b` are the nodes that B needs for the input gradients; all other products
     belong to W. Inputs named in `free`, such as the parameters, are in memory anyway and cost nothing to keep.

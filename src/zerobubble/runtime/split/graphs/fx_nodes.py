@@ -40,17 +40,17 @@ def num_results(module: fx.GraphModule) -> int:
 
 def ancestors(ends: Iterable[fx.Node | None], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Returns `ends` and all their ancestors, without passing through nodes in `stop`."""
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     stops = set(stop)
     stack = without_none(ends)
     while stack:
         node = stack.pop()
-        if node in found:
+        if node in reached:
             continue
-        found.add(node)
+        reached.add(node)
         if node not in stops:
             stack += node.all_input_nodes
-    return found
+    return reached
 
 
 def without_none(values: Iterable[fx.Node | None]) -> list[fx.Node]:
@@ -77,16 +77,16 @@ def extract(
 
 def names_derived_from(module: fx.GraphModule, sources: Collection[str]) -> set[str]:
     """Returns the names of the inputs in `sources` and of all nodes computed only from them."""
-    found: set[str] = set()
+    derived: set[str] = set()
     for node in module.graph.nodes:
         if node.op == "placeholder":
             is_derived = node.name in sources
         else:
             needed = [source.name for source in node.all_input_nodes]
-            is_derived = bool(needed) and found.issuperset(needed)
+            is_derived = bool(needed) and derived.issuperset(needed)
         if is_derived:
-            found.add(node.name)
-    return found
+            derived.add(node.name)
+    return derived
 
 
 def is_cotangent(node: fx.Node) -> bool:
@@ -121,8 +121,8 @@ def is_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     names = [argument.name for argument in target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or arguments.get("dropout_p", 0.0) != 0.0
 
 
 def num_bytes(node: fx.Node) -> int:
@@ -144,5 +144,5 @@ def flops(node: fx.Node) -> int:
 def factors(product: fx.Node) -> list[fx.Node]:
     """Returns the two factors of a product, without its addend."""
     has_addend = getattr(product.target, "overloadpacket", None) in _WITH_ADDEND
-    given = product.args[1:3] if has_addend else product.args[:2]
-    return [argument for argument in given if isinstance(argument, fx.Node)]
+    both = product.args[1:3] if has_addend else product.args[:2]
+    return [argument for argument in both if isinstance(argument, fx.Node)]

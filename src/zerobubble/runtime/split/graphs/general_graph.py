@@ -28,10 +28,10 @@ class _Formula(NamedTuple):
     addend: int
 
     def value(self, symbols: Sequence[Any]) -> Any:
-        found: Any = self.factor
+        product: Any = self.factor
         for number in self.symbols:
-            found = found * symbols[number]
-        return found + self.addend if self.addend else found
+            product = product * symbols[number]
+        return product + self.addend if self.addend else product
 
 
 class General:
@@ -43,12 +43,12 @@ class General:
     Raises `ValueError` if a symbol would be 0 or 1 in one of the graphs: code for such sizes is specialized.
     """
 
-    def __init__(self, known: Sequence[tuple[int, ...]]) -> None:
-        columns = list(zip(*known, strict=True))
+    def __init__(self, examples: Sequence[tuple[int, ...]]) -> None:
+        columns = list(zip(*examples, strict=True))
         self._positions: list[int] = []
         self._columns: list[tuple[int, ...]] = []
-        found = {column: self._formula(column) or self._new_symbol(column, columns) for column in sorted(set(columns))}
-        self._formulas = [found[column] for column in columns]
+        formulas = {column: self._formula(column) or self._new_symbol(column, columns) for column in sorted(set(columns))}
+        self._formulas = [formulas[column] for column in columns]
 
     @property
     def num_symbols(self) -> int:

@@ -22,7 +22,7 @@ class Pruned(NamedTuple):
 def without_cotangents(backward: fx.GraphModule, missing: Collection[int]) -> Pruned:
     """Returns the backward graph with None for the cotangents at positions `missing`.
 
-    The rules are those of autograd: a node that depends only on None is None, a sum of two gradients becomes the other one, and other
+    The rules are the same as autograd's: a node that depends only on None is None, a sum of two gradients becomes the other one, and other
     operations take zeros.
     """
     inputs = inputs_of(backward)

@@ -87,37 +87,37 @@ def take_out_sizes(module: fx.GraphModule, sizes: Sizes) -> None:
 
     Raises `NotGeneralError` for a graph that returns a size or has one that is not a formula of the symbols.
     """
-    found: dict[fx.Node, Any] = {}
+    size_of: dict[fx.Node, Any] = {}
     fakes = FakeTensorMode()
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, SYMBOLIC):
-            found[node] = _size_of(node, sizes, found)
+            size_of[node] = _size_of(node, sizes, size_of)
             continue
-        node.args = map_arg(node.args, lambda source: found.get(source, source))
-        node.kwargs = map_arg(node.kwargs, lambda source: found.get(source, source))
+        node.args = map_arg(node.args, lambda source: size_of.get(source, source))
+        node.kwargs = map_arg(node.kwargs, lambda source: size_of.get(source, source))
         if any(isinstance(leaf, SYMBOLIC) or (node.op == "output" and isinstance(leaf, Size)) for leaf in tree_leaves(node.args)):
             raise NotGeneralError("it returns a size")
         if isinstance(value, Tensor):
             node.meta["shape"] = [sizes.of_number(size) for size in value.shape]
         node.meta["val"] = tree_map_only(Tensor, lambda tensor: _in_trace(tensor, sizes, fakes), value)
-    for node in reversed(found):
+    for node in reversed(size_of):
         module.graph.erase_node(node)
 
 
-def _size_of(node: fx.Node, sizes: Sizes, found: Mapping[fx.Node, Any]) -> Any:
+def _size_of(node: fx.Node, sizes: Sizes, size_of: Mapping[fx.Node, Any]) -> Any:
     """Returns the size for a node that computes one, from the shape of a tensor or from other sizes."""
-    if node.op == "placeholder" or any(source not in found for source in node.all_input_nodes):
+    if node.op == "placeholder" or any(source not in size_of for source in node.all_input_nodes):
         if not isinstance(node.meta["val"], torch.SymInt):
             raise NotGeneralError("a number other than a size is computed from a tensor")
         return sizes.of_number(node.meta["val"])
     target: Any = node.target
-    given = map_arg((node.args, node.kwargs), found.__getitem__)
-    return Size(lambda values: _call(target, given, values))
+    arguments = map_arg((node.args, node.kwargs), size_of.__getitem__)
+    return Size(lambda values: _call(target, arguments, values))
 
 
-def _call(target: Any, given: Any, values: Values) -> Any:
-    args, kwargs = map_aggregate(given, lambda argument: argument.evaluate(values) if isinstance(argument, Size) else argument)
+def _call(target: Any, arguments: Any, values: Values) -> Any:
+    args, kwargs = map_aggregate(arguments, lambda argument: argument.evaluate(values) if isinstance(argument, Size) else argument)
     return target(*args, **kwargs)
 
 
@@ -144,9 +144,9 @@ def taking_values(module: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph that computes its own sizes: it takes the values of the symbols, as a tuple, before its other inputs."""
     used = list(dict.fromkeys(_sizes_in(module)))
     graph = fx.Graph()
-    given = graph.placeholder("values_of_symbols")
+    values = graph.placeholder("values_of_symbols")
     copies = {node: graph.node_copy(node) for node in inputs_of(module)}  # first, so that their names stay the same
-    numbers = graph.call_function(_computing(used), (given,))
+    numbers = graph.call_function(_computing(used), (values,))
     nodes = {size: graph.call_function(getitem, (numbers, i)) for i, size in enumerate(used)}
     _copy(module, graph, lambda argument: nodes[argument] if isinstance(argument, Size) else argument, copies)
     return fx.GraphModule(module, graph)

@@ -29,8 +29,8 @@ class _Shape(NamedTuple):
         """Returns the gradient of the input or of the weight."""
         rest = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
         wanted = [of_input, not of_input, False]
-        found: Tensor = torch.ops.aten.convolution_backward(dy, x, weight, None, *rest, wanted)[0 if of_input else 1]
-        return found
+        gradient: Tensor = torch.ops.aten.convolution_backward(dy, x, weight, None, *rest, wanted)[0 if of_input else 1]
+        return gradient
 
 
 class _Convolution(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Decides which weight gradients can be deferred to W: those that autograd would only add to `.grad`.
+"""Decides which weight gradients can be deferred to W: the gradients that autograd would only add to `.grad`.
 
 A parameter is not eligible if a hook observes its gradient, since autograd would call the hook in B. A call is not eligible if its tensors
 are of types that our autograd Functions do not support.

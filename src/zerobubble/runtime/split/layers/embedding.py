@@ -1,4 +1,4 @@
-"""Embeddings with a deferred gradient. Autograd handles sparse ones and those that scale or renormalize."""
+"""Embeddings with a deferred gradient. Autograd handles embeddings that are sparse, scale or renormalize."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _Embedding(torch.autograd.Function):
         padding_idx = ctx.padding_idx
 
         def gradient(tokens: Tensor, dy: Tensor) -> Tensor:
-            found: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding_idx, False)
-            return found
+            rows_gradient: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding_idx, False)
+            return rows_gradient
 
         if not ctx.work.can_defer(ctx):
             return gradient(tokens, dy), None, None, None

@@ -63,10 +63,10 @@ class _Product(torch.autograd.Function):
         def gradient(x: Tensor, dy: Tensor) -> Tensor:
             return _summed(use.gradient(x, dy), size)
 
-        found = _deferred(ctx, use.work, matrix, gradient, x, dy, region=use.region)
+        deferred = _deferred(ctx, use.work, matrix, gradient, x, dy, region=use.region)
         if ctx.needs_input_grad[3]:
-            return None, dx, bias_gradient, found, None
-        return _expanded(found, matrix), dx, bias_gradient, None, None
+            return None, dx, bias_gradient, deferred, None
+        return _expanded(deferred, matrix), dx, bias_gradient, None, None
 
 
 class _Einsum(torch.autograd.Function):
@@ -190,10 +190,10 @@ def _multiplied(matrix: Matrix, factor: Tensor, x: Tensor, bias: Tensor | None, 
 
 def product(original: Call, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """`a @ b`, where one factor is a matrix of a parameter; calls `original` if its gradient cannot be deferred."""
-    found = _matrix_and_other(a, b)
+    operands = _matrix_and_other(a, b)
     y = None
-    if found is not None:
-        matrix, x, first = found
+    if operands is not None:
+        matrix, x, first = operands
         y = _multiplied(matrix, a if first else b, x, bias, first)
     if y is not None:
         return y
@@ -206,7 +206,7 @@ def sum_and_product(original: Call, bias: Tensor, a: Tensor, b: Tensor) -> Tenso
 
 
 def linear_of_part(original: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`nn.functional.linear` whose weight is a part of a parameter or a transposed parameter."""
+    """`nn.functional.linear` with a part of a parameter, or a transposed parameter, as its weight."""
     matrix = matrix_in(weight)
     y = None if matrix is None else _multiplied(matrix.transposed(), weight, x, bias, first=False)
     return original(x, weight, bias) if y is None else y
@@ -215,10 +215,10 @@ def linear_of_part(original: Call, x: Tensor, weight: Tensor, bias: Tensor | Non
 def einsum(original: Call, equation: str, *operands: Tensor) -> Tensor:
     """`torch.einsum` of a parameter and another tensor, where every index of one is in the other or in the result."""
     terms = re.fullmatch(r"(\w+),(\w+)->(\w*)", equation.replace(" ", "")) if isinstance(equation, str) else None
-    found = _matrix_and_other(*operands) if terms is not None and len(operands) == 2 else None
-    if terms is None or found is None:
+    operands_of = _matrix_and_other(*operands) if terms is not None and len(operands) == 2 else None
+    if terms is None or operands_of is None:
         return original(equation, *operands)
-    matrix, x, first = found
+    matrix, x, first = operands_of
     of_a, of_b, of_y = terms.groups()
     of_x, of_weight = (of_b, of_a) if first else (of_a, of_b)
     work = _work_outside_autocast(matrix, x)

@@ -55,14 +55,14 @@ class ProductInterceptor(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.__getitem__:
-            found = func(*args, **kwargs)
-            note_indexing(found, *args)
-            return found
+            item = func(*args, **kwargs)
+            note_indexing(item, *args)
+            return item
         ours = _INTERCEPTED.get(func)
         if ours is None or torch.compiler.is_compiling() or _saving_hooks() != self._hooks:
             return func(*args, **kwargs)
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        return ours(func, *args, **given) if given.keys() in _OPTIONS_SUPPORTED else func(*args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        return ours(func, *args, **options) if options.keys() in _OPTIONS_SUPPORTED else func(*args, **kwargs)
 
 
 def _saving_hooks() -> Any:
@@ -70,7 +70,7 @@ def _saving_hooks() -> Any:
 
 
 def owns_matrices(module: nn.Module) -> bool:
-    """Returns whether `module` directly owns parameters (or parameter lists) whose products in its `forward` can be intercepted.
+    """Returns whether `module` directly owns parameters (or parameter lists) with products in its `forward` that can be intercepted.
 
     Parts of a traced model receive their parameters as arguments; `given_parameters` lists these.
     """

@@ -141,5 +141,5 @@ def _gathered_in(tensor: Tensor) -> Matrix | None:
 
 
 def _accumulates_in(node: object) -> object:
-    """Returns the tensor to whose `.grad` this autograd node adds, None for other nodes."""
+    """Returns the tensor of an autograd node that adds to its `.grad`, None for other nodes."""
     return node.variable if node is not None and node.name() == _ACCUMULATING else None  # type: ignore[attr-defined]

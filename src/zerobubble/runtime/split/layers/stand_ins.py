@@ -48,16 +48,16 @@ def stand_in_for(part: nn.Module) -> Callable[..., Any] | None:
     """Returns the replacement of the `forward` of `part`, None if autograd computes everything."""
     if "forward" in part.__dict__ or is_scripted(part):
         return None
-    own = type(part).forward
-    if own in STAND_INS:  # not `part.weight`, which may be computed, and computing it may change buffers
-        return STAND_INS[own] if can_train(part._parameters.get("weight")) and _convolves_plainly(part) else None
+    forward = type(part).forward
+    if forward in STAND_INS:  # not `part.weight`, which may be computed, and computing it may change buffers
+        return STAND_INS[forward] if can_train(part._parameters.get("weight")) and _convolves_plainly(part) else None
     # other layers of torch pass their parameters to one kernel, where products cannot be intercepted
     return None if has_torch_forward(part) or not owns_matrices(part) else _intercepting
 
 
 def _convolves_plainly(part: nn.Module) -> bool:
-    own = getattr(type(part), "_conv_forward", None)
-    return own in (None, nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
+    convolve = getattr(type(part), "_conv_forward", None)
+    return convolve in (None, nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
 
 def _intercepting(part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.device import runs_backward_in_caller
 from zerobubble.runtime.measure.memory_meter import Held, Meter, storages_of
 from zerobubble.runtime.split.autocast import AutocastCopies
-from zerobubble.runtime.values.gradients import IN_GRAD, Gradients, Part
+from zerobubble.runtime.values.gradients import IN_GRAD, GradientPart, Gradients
 
 CAN_SEE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 """Whether torch exposes the saved-tensor hooks, which reveal checkpoints: since 2.8."""
@@ -59,8 +59,8 @@ _get_current: Callable[[], WeightWork] = partial(torch._C._get_obj_in_tls, _PASS
 class StepContext:
     """State shared by the passes of one stage during a step.
 
-    `deferrable` has the `id` of each parameter whose gradient may be deferred: those of the stage, except some that are hooked, summed
-    elsewhere or sharded. It uses `id` because hashing a tensor runs Python code, and every layer looks its weight up.
+    `deferrable` has the `id` of each parameter with a gradient that may be deferred: the stage's parameters, except some that are hooked,
+    summed elsewhere or sharded. It uses `id` because hashing a tensor runs Python code, and every layer looks its weight up.
     `meter` counts the bytes of pending work, if given. W adds to `gradients`. `copies` are autocast's copies of parameters.
     `frees_weights` is True if weights are freed between passes, as with sharded weights.
     """
@@ -76,7 +76,7 @@ class _Entry(NamedTuple):
     """A deferred gradient of a weight or of a part of it, and the tensors held for it. `counted` are their bytes in the meter."""
 
     weight: Tensor
-    part: Part | None
+    part: GradientPart | None
     cast: object
     gradient: Callable[..., Tensor]
     add_to: Callable[..., None] | None
@@ -161,7 +161,7 @@ class WeightWork:
         gradient: Callable[..., Tensor],
         *held: Tensor,
         cast: object = None,
-        part: Part | None = None,
+        part: GradientPart | None = None,
         add_to: Callable[..., None] | None = None,
     ) -> None:
         """Defers `gradient(*held)` of `weight`, or of a `part` of it, to W. The tensors `held` must not change until then.
@@ -184,7 +184,7 @@ class WeightWork:
         return {entry.weight for entry in self._entries}
 
     def run(self) -> None:
-        """Adds every queued gradient to that of its weight. Gradients of a weight used more than once are summed first, as in autograd.
+        """Adds every queued gradient to the gradient of its weight. Gradients of a weight used repeatedly are summed first, as in autograd.
 
         Each gradient is added and its tensors are freed before the next one is computed, so that their memory is reused while in cache.
         Raises `InputError` if a tensor that W reads was changed in place after B.
@@ -202,11 +202,11 @@ class WeightWork:
 
     @torch.no_grad()
     def add(self, group: Entries) -> None:
-        """Runs one `group` of those that `waiting` returned, after `hand_over`; empties the group."""
+        """Runs a `group` of entries from `waiting`, after `hand_over`; empties the group."""
         self._add(group)
 
     def hand_over(self) -> None:
-        """Drops all entries. The caller holds those of `waiting` and will `add` them. Raises the same errors as `run`."""
+        """Drops all entries. The caller holds the entries from `waiting` and will `add` them. Raises the same errors as `run`."""
         self._refuse_changes()
         self._release()
 
@@ -225,7 +225,7 @@ class WeightWork:
 
     def waiting(self) -> Collection[Entries]:
         """Returns the entries, grouped by weight and part."""
-        groups: dict[tuple[int, Part | None], Entries] = {}
+        groups: dict[tuple[int, GradientPart | None], Entries] = {}
         for entry in self._entries:
             groups.setdefault((id(entry.weight), entry.part), []).append(entry)
         return groups.values()
@@ -259,17 +259,17 @@ def refuse_changed(tensor: Tensor, version: int) -> None:
 
 
 def _sum_of(group: Entries) -> Tensor:
-    """Returns the sum of the gradients of one weight or part, with those of one cast summed first; empties `group`."""
+    """Returns the sum of the gradients of a weight or part; sums the gradients of each cast first, and empties `group`."""
     dtype = group[0].weight.dtype
     if len(group) == 1:
         entry = group.pop()
         return entry.gradient(*entry.held).to(dtype)
     sums: dict[object, Tensor] = {}
     for entry in group:
-        found = entry.gradient(*entry.held)
-        sums[entry.cast] = sums[entry.cast] + found if entry.cast in sums else found
+        gradient = entry.gradient(*entry.held)
+        sums[entry.cast] = sums[entry.cast] + gradient if entry.cast in sums else gradient
     group.clear()
-    total, *others = [found.to(dtype) for found in sums.values()]
+    total, *others = [partial.to(dtype) for partial in sums.values()]
     for other in others:
         total = total + other
     return total
@@ -289,7 +289,7 @@ def _runs_in_this_thread(gradients: Sequence[Tensor | None]) -> bool:
 
 
 def _pass_of_engine() -> WeightWork | None:
-    """Returns the pass whose backward this engine thread runs, None in other threads."""
+    """Returns the pass that this engine thread runs backward for, None in other threads."""
     run = torch._C._current_graph_task_id()
     if run in _in_engine:
         return _in_engine[run][0]

@@ -20,14 +20,14 @@ def cached_tensors(function: Any) -> frozenset[WeakIdRef]:
     Cached numbers are harmless, but cached tensors of a trace must not be reused. Two results are equal if the tensors are the same
     objects. The references keep none alive.
     """
-    found: set[WeakIdRef] = set()
+    tensors: set[WeakIdRef] = set()
     seen: set[int] = set()
     stack: list[Any] = [function]
     while stack:
         part = stack.pop()
         if isinstance(part, Tensor):
-            found.add(WeakIdRef(part))
+            tensors.add(WeakIdRef(part))
         elif id(part) not in seen and not isinstance(part, _NO_RESULTS):
             seen.add(id(part))
             stack += gc.get_referents(part)
-    return frozenset(found)
+    return frozenset(tensors)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerobubble.error_reports.user_code import warn_user
-from zerobubble.runtime.split.python_state.state import Place, State, read_state
+from zerobubble.runtime.split.python_state.state import State, TensorPlace, read_state
 
 MOST_STATES = 8
 """Number of states whose traces are kept: enough for flags that alternate, and a bound on memory for a number that always changes."""
@@ -47,7 +47,7 @@ class Guard:
         return self._number
 
     @property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[TensorPlace]:
         """The places that hold tensors other than parameters and buffers, in the last state."""
         return () if self._state is None else self._state.places
 

@@ -79,7 +79,7 @@ _LARGE = 256
 """Containers with more entries are compared once per step instead of before every pass."""
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A place that holds a `tensor`: `table[key]` in an object's `__dict__`, a dict or a list. `path` names it in messages."""
 
     table: Any
@@ -115,7 +115,7 @@ class State:
     advanced: dict[str, Hashable] = field(default_factory=dict)
     caches: list[tuple[Any, frozenset[WeakIdRef]]] = field(default_factory=list)
     draws: list[Callable[[], object]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[TensorPlace] = field(default_factory=list)
     watched: Watch = field(default_factory=Watch)
     watched_per_step: Watch = field(default_factory=Watch)
 
@@ -204,9 +204,9 @@ class _Reader:
             self._read_without_memory(numpy.random.mtrand._rand, "numpy")
 
     def _read_tensor(self, tensor: Tensor, path: str) -> None:
-        own = self._own.get(id(tensor))
+        name = self._own.get(id(tensor))
         kind = "another tensor", tensor.shape, tensor.dtype, tensor.device
-        self.state.values[path] = kind if own is None else ("parameter or buffer", own)
+        self.state.values[path] = kind if name is None else ("parameter or buffer", name)
 
     def _read_library_object(self, value: Any, path: str) -> None:
         """Records an object by its memory if it supports the buffer protocol, else by its identity."""
@@ -323,7 +323,7 @@ class _Reader:
     def _note_places(self, table: Any, entries: Iterable[tuple[Any, Any]], path: str) -> None:
         if is_a(table, (dict, list)) and not self._is_in_code:
             tensors = [(key, value) for key, value in entries if is_a(value, Tensor)]
-            self.state.places += [Place(table, key, value, f"{path}.{key}".lstrip(".")) for key, value in tensors]
+            self.state.places += [TensorPlace(table, key, value, f"{path}.{key}".lstrip(".")) for key, value in tensors]
 
     def _add_container(self, container: Any, path: str) -> None:
         size = num_entries(container)

@@ -25,11 +25,11 @@ class TraceableGroupedProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        if HAS_GROUPED_PRODUCTS and func is torch._grouped_mm and len(args) == 2 and given.keys() == {"offs"}:
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        if HAS_GROUPED_PRODUCTS and func is torch._grouped_mm and len(args) == 2 and options.keys() == {"offs"}:
             a, b = args
             if a.dtype is not torch.bfloat16 and a.dtype is b.dtype and (a.dim(), b.dim()) == (2, 3):
-                return grouped_product(a, b, given["offs"])
+                return grouped_product(a, b, options["offs"])
         return func(*args, **kwargs)
 
 
@@ -40,18 +40,14 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     Group i has the rows from `ends[i - 1]` to `ends[i]`. If `b` is a matrix, too, the result has one product per group, of the group's
     columns of `a` and its rows of `b`.
     """
-    found: Tensor = torch._grouped_mm(a, b, offs=ends)
-    return found.contiguous()
+    product: Tensor = torch._grouped_mm(a, b, offs=ends)
+    return product.contiguous()
 
 
 @grouped_product.register_fake
 def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1])
     return a.new_empty(shape)
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -62,5 +58,5 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
     return grad_a, grad_b, None
 
 
-grouped_product.register_autograd(_backward, setup_context=_save_inputs)
+grouped_product.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 register_flop_formula(torch.ops.zerobubble.grouped_product, get_raw=True)(grouped_product_flops)

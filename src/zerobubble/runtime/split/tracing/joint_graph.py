@@ -63,7 +63,7 @@ def forward_and_backward(
 
 
 def _forward_nodes(joint: fx.GraphModule, num_outputs: int, names: Collection[str]) -> set[fx.Node]:
-    """Returns the nodes of the forward graph: those in `names`, and all that the first `num_outputs` results need."""
+    """Returns the nodes of the forward graph: the nodes in `names`, and all nodes that the first `num_outputs` results need."""
     nodes = list(joint.graph.nodes)
     forward = ancestors(results_of(joint)[:num_outputs])
     forward.update(node for node in nodes if node.name in names)

@@ -63,13 +63,13 @@ class Lengths:
 
     def _changed(self, shapes: Sequence[tuple[int, ...]]) -> set[Dim]:
         """Returns the dimensions that differ from traced shapes and may be symbols. Sizes 0 and 1 may not: torch specializes them."""
-        found: set[Dim] = set()
-        for known, _, _ in self._constant_traces:
-            sizes = {(i, d): {size, known[i][d]} for i, shape in enumerate(shapes) for d, size in enumerate(shape)}
+        changing: set[Dim] = set()
+        for traced, _, _ in self._constant_traces:
+            sizes = {(i, d): {size, traced[i][d]} for i, shape in enumerate(shapes) for d, size in enumerate(shape)}
             changed = {dim: both for dim, both in sizes.items() if len(both) > 1}
             if all(min(both) > 1 for both in changed.values()):
-                found |= changed.keys()
-        return found
+                changing |= changed.keys()
+        return changing
 
     def _try(self, dims: set[Dim], make: MakeTrace) -> Trace | None:
         """Traces with symbols for these dimensions, except those that the forward converts to numbers."""

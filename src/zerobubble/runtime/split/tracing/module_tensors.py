@@ -1,4 +1,4 @@
-"""The tensors of a traced module (parameters, buffers, other attributes), and their replacement by those of a trace."""
+"""The tensors of a traced module (parameters, buffers, other attributes), and their replacement by the tensors of a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.python_state.state import Place
+from zerobubble.runtime.split.python_state.state import TensorPlace
 from zerobubble.runtime.split.tracing.traceable import is_traceable, kind_of, shared_memory
 from zerobubble.runtime.values.stored import copy_of, fill, items_of, put
 
@@ -32,13 +32,13 @@ class TensorsOfModule:
     other than parameters share memory.
     """
 
-    def __init__(self, module: nn.Module, places: Sequence[Place] = ()) -> None:
+    def __init__(self, module: nn.Module, places: Sequence[TensorPlace] = ()) -> None:
         parameters = dict(module.named_parameters())
         named = {**parameters, **dict(module.named_buffers())}
-        known = set(named.values())
+        tensors = set(named.values())
         for place in places:
-            if place.tensor not in known and _is_input(place.tensor):
-                known.add(place.tensor)
+            if place.tensor not in tensors and _is_input(place.tensor):
+                tensors.add(place.tensor)
                 named[f"attribute {place.path}"] = place.tensor
         self.places = places
         self.tensors = tuple(named.values())
@@ -53,7 +53,7 @@ def _is_input(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def replacing_tensors(module: nn.Module, places: Iterable[Place], replacements: Mapping[Tensor, Tensor]) -> Iterator[None]:
+def replacing_tensors(module: nn.Module, places: Iterable[TensorPlace], replacements: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Replaces the tensors of `module` in every place that holds one.
 
     A tensor or a submodule may have several places: names in several modules, entries in lists. Recurrent layers also list their weights in
@@ -65,10 +65,7 @@ def replacing_tensors(module: nn.Module, places: Iterable[Place], replacements: 
     tables += [vars(part) for part in module.modules() if isinstance(part, nn.RNNBase)]
     before = [copy_of(table) for table in tables]
     replaced = [place for place in places if place.tensor in replacements]
-    for table in tables:
-        for name, tensor in list(items_of(table)):
-            if isinstance(tensor, Tensor) and tensor in replacements:
-                put(table, name, replacements[tensor])
+    _replace_entries(tables, replacements)
     for place in replaced:
         place.put(replacements[place.tensor])
     try:
@@ -82,3 +79,10 @@ def replacing_tensors(module: nn.Module, places: Iterable[Place], replacements: 
                 place.put(place.tensor)
         for table, content in zip(tables, before, strict=True):
             fill(table, content)
+
+
+def _replace_entries(tables: Iterable[dict[str, Any]], replacements: Mapping[Tensor, Tensor]) -> None:
+    for table in tables:
+        for name, tensor in list(items_of(table)):
+            if isinstance(tensor, Tensor) and tensor in replacements:
+                put(table, name, replacements[tensor])

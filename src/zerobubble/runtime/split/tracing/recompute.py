@@ -108,13 +108,13 @@ class _CheckpointRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _saved_tensors_hooks() -> list[Checkpoint]:
     """Returns the active hooks on saved tensors, outermost first. torch exposes only the innermost, so all are popped and pushed back."""
-    found: list[Checkpoint] = []
+    hooks_in_order: list[Checkpoint] = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        found.insert(0, hooks)
+        hooks_in_order.insert(0, hooks)
         torch._C._autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in found:
+    for pack, unpack in hooks_in_order:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return found
+    return hooks_in_order
 
 
 def recompute_in_backward(joint: fx.GraphModule, forward: set[fx.Node], checkpoint_of: CheckpointOf, *, redraw: bool) -> set[fx.Node]:
@@ -136,23 +136,23 @@ def recompute_in_backward(joint: fx.GraphModule, forward: set[fx.Node], checkpoi
 
 def _nodes_in_checkpoints(forward: Iterable[fx.Node], checkpoint_of: CheckpointOf) -> dict[fx.Node, Checkpoint]:
     """Returns the nodes of a forward made in a checkpoint, in order, each with its checkpoint. Selected results stay with their node."""
-    found: dict[fx.Node, Checkpoint] = {}
+    checkpoints: dict[fx.Node, Checkpoint] = {}
     for node in forward:
         source: Any = node.args[0] if is_getitem(node) else None
-        checkpoint = checkpoint_of.get(node.name) if source is None else found.get(source)
+        checkpoint = checkpoint_of.get(node.name) if source is None else checkpoints.get(source)
         if checkpoint is not None:
-            found[node] = checkpoint
-    return found
+            checkpoints[node] = checkpoint
+    return checkpoints
 
 
 def _discarded(checkpoints: Mapping[fx.Node, Checkpoint], forward: set[fx.Node], redraw: bool) -> set[fx.Node]:
     """Returns the nodes that the forward discards: not saved by a policy, and used in the forward only within their checkpoint."""
-    found = set()
+    discarded = set()
     for node, checkpoint in checkpoints.items():
         users = [user for user in node.users if user in forward]
         if not _is_saved(node, redraw) and all(checkpoints.get(user) == checkpoint for user in users):
-            found.add(node)
-    return found
+            discarded.add(node)
+    return discarded
 
 
 def _is_saved(node: fx.Node, redraw: bool) -> bool:
@@ -182,13 +182,13 @@ def _copy_to_users(
 
 def _needed_by(users: Iterable[fx.Node], discarded: set[fx.Node]) -> set[fx.Node]:
     """Returns the discarded nodes that lead to `users` only through discarded nodes."""
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     stack = list(users)
     while stack:
-        new = discarded.intersection(stack.pop().all_input_nodes) - found
-        found |= new
+        new = discarded.intersection(stack.pop().all_input_nodes) - needed
+        needed |= new
         stack += new
-    return found
+    return needed
 
 
 def _redraw(graph: fx.Graph, node: fx.Node, copy: fx.Node) -> set[fx.Node]:

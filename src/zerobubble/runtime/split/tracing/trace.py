@@ -62,8 +62,8 @@ class Trace:
 
     If the forward branches on values, the trace follows the branches of `inputs`; `values` checks whether it is valid for others.
 
-    Only the module's forward is traced under `autocast`, that of its caller. The backward is traced, and both run, outside of autocast: the
-    forward graph contains its casts, and operations in full precision must stay so.
+    Only the module's forward is traced under `autocast`, the context of its caller. The backward is traced outside of autocast, and both
+    run outside of it: the forward graph contains its casts, and operations in full precision must stay so.
 
     `make_part` creates functions from graphs. Every B calls `defer_work` with the work for its W.
 
@@ -275,10 +275,10 @@ class Trace:
         part = self._make_part.general(graph)
 
         def run(tensors: list[Any]) -> Sequence[Any]:
-            found = list(part.bind(self._values_now)(tensors))
+            results = list(part.bind(self._values_now)(tensors))
             if self._backward_graph is not None:
-                found.insert(self._num_outputs, holding_values(self._values_now))
-            return found
+                results.insert(self._num_outputs, holding_values(self._values_now))
+            return results
 
         return run
 
@@ -322,8 +322,8 @@ def _pass_values_on(forward: fx.GraphModule, backward: fx.GraphModule, num_outpu
     results = list(output.args[0])
     output.args = ((*results[:num_outputs], saved, *results[num_outputs:]),)
     with backward.graph.inserting_before(next(iter(backward.graph.nodes))):
-        given = backward.graph.placeholder("values_of_symbols")
-    saved.meta["val"] = given.meta["val"] = example
+        values = backward.graph.placeholder("values_of_symbols")
+    saved.meta["val"] = values.meta["val"] = example
     forward.recompile()
     backward.recompile()
 
@@ -339,7 +339,7 @@ def _boxed(run: Part) -> Part:
 
 
 def _refuse_graph(joint: fx.GraphModule) -> None:
-    """Raises for operations whose backward a graph cannot contain."""
+    """Raises for operations with a backward that a graph cannot contain."""
     for node in joint.graph.find_nodes(op="get_attr"):
         constant = getattr(joint, str(node.target), None)
         if isinstance(constant, Tensor) and constant.requires_grad:
@@ -379,11 +379,11 @@ def _why_untraceable(error: Exception) -> str:
 def culprit(error: BaseException, module: nn.Module) -> str:
     """Returns the name of the innermost submodule of `module` in the traceback of `error`, empty for the module itself or none."""
     names = {part: name for name, part in module.named_modules()}
-    found = ""
+    innermost = ""
     traceback = error.__traceback__
     while traceback is not None:
         part = traceback.tb_frame.f_locals.get("self")
         if isinstance(part, nn.Module):
-            found = names.get(part, found)
+            innermost = names.get(part, innermost)
         traceback = traceback.tb_next
-    return found
+    return innermost

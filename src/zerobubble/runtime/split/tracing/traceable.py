@@ -81,11 +81,11 @@ def hooked_parameters(module: nn.Module) -> list[str]:
     """
     if any(parameter.requires_grad and accumulator_is_kept(parameter) for parameter in module.parameters()):
         gc.collect()
-    found = []
+    names = []
     for name, parameter in module.named_parameters():
         if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def refuse_hooks(module: nn.Module, hooked: Collection[str]) -> None:
@@ -101,7 +101,12 @@ def refuse_hooks(module: nn.Module, hooked: Collection[str]) -> None:
         called = f"module {name or type(part).__name__}"
         if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
             raise InputError("{called} is compiled already, and a graph is traced from plain modules", called=called)
-        forward = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-        watching = [hook for hook in forward if hook.__module__ not in _STATELESS_HOOKS]
-        if watching or part._backward_hooks or part._backward_pre_hooks:
+        if _has_hooks(part):
             raise InputError("{called} has a hook, which would run only during tracing", called=called)
+
+
+def _has_hooks(part: nn.Module) -> bool:
+    """Returns whether a module has hooks that a graph cannot repeat."""
+    forward = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    has_backward = bool(part._backward_hooks or part._backward_pre_hooks)
+    return has_backward or any(hook.__module__ not in _STATELESS_HOOKS for hook in forward)

@@ -101,7 +101,7 @@ class Traces:
         return lengths.find(self.owned.tensors, tensors) or lengths.make(tensors, make)
 
     def _prepare(self, inputs: Tensors) -> None:
-        """Passes the real inputs to the module before it is traced with fake ones, if it needs that: stages of `zb.split` do."""
+        """Passes the real inputs to a module that needs them before it is traced with fake inputs, such as a stage of `zb.split`."""
         before_tracing = getattr(self._module, "_before_tracing", None)
         if before_tracing is not None:
             positional, named = arguments_of(inputs)

@@ -2,8 +2,8 @@
 
 `if mask.all()` takes one branch for one mask and another for the next, and a graph contains one branch. So, while a forward is traced on
 fake tensors, a dispatch mode repeats its operations on the real values where these are available: inputs that do not require grad, such as
-masks and positions, and buffers. When the forward reads a value, the mode answers with that of the current microbatch. The operations that
-lead to such values form a `ValueGuard`. Before another microbatch uses the trace, the guard recomputes the values, and they must be equal.
+masks and positions, and buffers. When the forward reads a value, the mode answers with the current microbatch's. The operations that lead
+to such values form a `ValueGuard`. Before another microbatch uses the trace, the guard recomputes the values, and they must be equal.
 
 Values that come from parameters or from inputs that require grad are refused: to recompute them, each guard would run a part of the forward
 a second time.
@@ -28,7 +28,7 @@ from zerobubble.runtime.split.tracing.symbols import Symbols
 
 
 class _GuardFailedError(Exception):
-    """Raised by a guard if a value differs from that of the trace."""
+    """Raised by a guard if a value differs from the value in the trace."""
 
 
 class ValueGuard:
@@ -58,25 +58,25 @@ class ValueGuard:
         if self._run is None:
             return True
         tensors = (*owned, *inputs)
-        given = [values] if self._has_symbols else []
+        symbols = [values] if self._has_symbols else []
         try:
             with torch.no_grad(), outside_of_autocast():
-                self._run(*given, *[tensors[i] for i in self._positions])
+                self._run(*symbols, *[tensors[i] for i in self._positions])
         except _GuardFailedError:
             return False
         return True
 
 
 class ValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers reads of values while a forward is traced on the tensors `traced`, with the values of `given`.
+    """Answers reads of values while a forward is traced on the tensors `traced`, with the values of `real`.
 
-    The values are known of the tensors at the positions `known`, and of all tensors computed only from these. `symbols` are those of the
+    Known are the values of the tensors at `positions` and of all tensors computed only from these tensors. `symbols` are the symbols of the
     traced tensors, if any. Raises `InputError` if the forward reads an unknown value.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, traced: Sequence[Tensor], given: Sequence[Tensor], known: Iterable[int], symbols: Symbols | None = None) -> None:
+    def __init__(self, traced: Sequence[Tensor], real: Sequence[Tensor], positions: Iterable[int], symbols: Symbols | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._symbols = symbols
         self._graph = fx.Graph()
@@ -88,9 +88,9 @@ class ValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Tensor] = []
         self._stale: set[int] = set()
         """Storages whose real values are outdated, because the traced forward wrote unknown values to them."""
-        self._positions = list(known)
+        self._positions = list(positions)
         for position in self._positions:
-            self._note(traced[position], self._graph.placeholder(f"tensor{position}"), given[position])
+            self._note(traced[position], self._graph.placeholder(f"tensor{position}"), real[position])
         self._borrowed = {_memory(value) for value in self._values.values()}
         """Storages that belong to others, and must not be written to."""
         self._is_asked = False
