@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from math import floor, log10
 from typing import TypeVar
@@ -123,6 +123,11 @@ def listed(items: Iterable[object]) -> str:
     """Format items as a list: `a, b and c`."""
     *others, last = map(str, items)
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Format the first of many names: `a, b, c and 2 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def named(noun: str, numbers: Collection[int]) -> str:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.runtime.frameworks import GENERATORS, PythonState, changed
+from zerobubble.units import first_of
 
 
 class CalledError(BaseException):
@@ -39,15 +40,15 @@ class CalledError(BaseException):
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """A context in which one object has other attributes or methods, such as another `forward`."""
-    own = vars(owner)  # `setattr` of a module takes ten times as long, and a step does this for each microbatch
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    values = vars(owner)  # `setattr` of a module takes ten times as long, and a step does this for each microbatch
+    before = {name: values[name] for name in attributes if name in values}
+    values.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            del own[name]
-        own.update(before)
+            del values[name]
+        values.update(before)
 
 
 @contextmanager
@@ -61,9 +62,9 @@ def own_forward(module: nn.Module) -> Iterator[None]:
             module.__dict__["forward"] = instead
 
 
-def equal_arguments(one: Any, other: Any) -> bool:
+def equal_arguments(first: Any, second: Any) -> bool:
     """Returns whether two nested structures of arguments have equal tensors."""
-    (values, form), (others, other_form) = (tree_flatten(arguments) for arguments in (one, other))
+    (values, form), (others, other_form) = (tree_flatten(arguments) for arguments in (first, second))
     if form != other_form:
         return False
     tensors = [(a, b) for a, b in zip(values, others, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)]
@@ -101,12 +102,11 @@ def calls_raised(modules: Sequence[nn.Module], *, compares: bool = False, left_o
 
 def refuse_set_for_call(names: Iterable[str], function: str, remedy: str) -> None:
     """Raises `InputError` if a function of the user sets anything for its call of the network."""
-    if found := [*dict.fromkeys(names)]:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    if distinct := [*dict.fromkeys(names)]:
         raise InputError(
             "{function} sets {names} for its call of the network, and a pipeline runs the network outside of {function}",
             function=function,
-            names=", ".join(found[:3]) + more,
+            names=first_of(distinct),
             remedy=remedy,
         )
 
@@ -152,14 +152,14 @@ def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [name for name in before | now if before.get(name) != now.get(name)]
 
 
-def from_last_stage(pipe: zb.Pipeline, found: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Returns, on all ranks of the pipeline in `group`, what the rank of the last stage has `found`. All other ranks pass None.
+def from_last_stage(pipe: zb.Pipeline, value: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """Returns, on all ranks of the pipeline in `group`, the `value` that the rank of the last stage passes. All other ranks pass None.
 
     For a bidirectional schedule, this is the last stage of route 0, the route on which `eval_step` runs.
     """
     last = pipe.schedule.placement.routes[0][-1]
     root = dist.get_process_group_ranks(group)[last]
-    leaves, structure = tree_flatten(found)
+    leaves, structure = tree_flatten(value)
     tensors = {place: leaf.contiguous() for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     places = tree_unflatten(list(range(len(leaves))), structure)  # torch warns of pickled structures
     shared: list[Any] = [places, [leaf if place not in tensors else None for place, leaf in enumerate(leaves)]]

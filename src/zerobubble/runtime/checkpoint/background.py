@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.folder import Draft
-from zerobubble.runtime.checkpoint.parts import Part
+from zerobubble.runtime.checkpoint.parts import CheckpointPart
 from zerobubble.runtime.checkpoint.ranks import CheckpointRanks, faults_of_all
 from zerobubble.runtime.step.hook import StepHook
 
@@ -23,10 +23,10 @@ IDLE_TIMEOUT_AFTER_END_S = 5.0
 """The same after the pipeline has ended."""
 
 
-class Saving:
+class BackgroundSave:
     """A checkpoint that is being written; `zb.save(..., wait=False)` returns one on every rank."""
 
-    def __init__(self, part: Part, draft: Draft | None, schedule: Mapping[str, Any] | None, ranks: CheckpointRanks) -> None:
+    def __init__(self, part: CheckpointPart, draft: Draft | None, schedule: Mapping[str, Any] | None, ranks: CheckpointRanks) -> None:
         self._part = part
         self._draft = draft
         self._schedule = schedule
@@ -139,15 +139,15 @@ class BackgroundSaves(StepHook):
 
     def __init__(self) -> None:
         self.copies: dict[MetadataIndex, Tensor] = {}
-        self._now: Saving | None = None
+        self._now: BackgroundSave | None = None
 
-    def start(self, saving: Saving) -> None:
+    def start(self, saving: BackgroundSave) -> None:
         """Writes `saving` in the background. No other checkpoint may be in progress."""
         self._now = saving
         saving.write_in_background()
 
     def finish(self) -> None:
-        """Waits for the checkpoint in progress, if any; all ranks call it. Raises like `Saving.wait` if nobody has seen the error yet."""
+        """Waits for the checkpoint in progress, if any; all ranks call it. Raises like `BackgroundSave.wait` for an unseen error."""
         now, self._now = self._now, None
         if now is not None and not now.is_over:
             now.wait()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerobubble.arguments import takes
-from zerobubble.runtime.checkpoint.background import Saving
+from zerobubble.runtime.checkpoint.background import BackgroundSave
 from zerobubble.runtime.checkpoint.checkpointed import checkpointed, with_recovery
 from zerobubble.runtime.checkpoint.read import CheckpointLoader
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, CheckpointWriter
@@ -29,7 +29,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     model_only: bool = False,
     wait: bool = True,
-) -> Saving:
+) -> BackgroundSave:
     """Writes a checkpoint of the training state of `pipe` into the folder `path`. Every rank calls it, and all ranks must see the folder.
 
         zb.save("checkpoint", pipe, optimizer, extra={"next": step + 1})
@@ -45,7 +45,7 @@ def save(
         wait: False to return once everything is copied, and to write while training continues. The copies take as much host memory as
             this rank writes.
 
-    Returns a `Saving` with `done()` and `wait()`. The next `save`, `load` and `pipe.close` wait for it, too.
+    Returns a `BackgroundSave` with `done()` and `wait()`. The next `save`, `load` and `pipe.close` wait for it, too.
 
     Parameters and buffers have their names in the whole model, if no two stages use a name for different things (as with `zb.split`);
     otherwise `stages.N.` and their names in the stage. The checkpoint also holds the states of optimizers and scaler; the random states of

@@ -31,15 +31,15 @@ _KINDS = instance(Pipeline, nn.Module)
 _PIPELINE = _KINDS._replace(remedy=lambda value: _KINDS.remedy(value) or "the order is zb.save(path, pipe, optimizer)")
 
 
-def checkpointed(given: Pipeline | nn.Module) -> Checkpointed:
+def checkpointed(trained: Pipeline | nn.Module) -> Checkpointed:
     """Returns the training state of what the user gave. Raises `InputError` for anything else."""
-    require("the second argument", given, _PIPELINE)
-    return CheckpointedPipeline(given) if isinstance(given, Pipeline) else _alone(given)
+    require("the second argument", trained, _PIPELINE)
+    return CheckpointedPipeline(trained) if isinstance(trained, Pipeline) else _alone(trained)
 
 
-def with_recovery(given: Pipeline | nn.Module, call: Callable[[], R]) -> R:
+def with_recovery(trained: Pipeline | nn.Module, call: Callable[[], R]) -> R:
     """Returns what `call` returns, repeated by the survivors if a rank is lost and their pipeline survives that."""
-    return given._with_recovery(call) if isinstance(given, Pipeline) else call()
+    return trained._with_recovery(call) if isinstance(trained, Pipeline) else call()
 
 
 class CheckpointedPipeline:
@@ -62,9 +62,9 @@ class CheckpointedPipeline:
         for hook in self._steps.hooks:
             if isinstance(hook, BackgroundSaves):
                 return hook
-        made = BackgroundSaves()
-        self._steps.attach(made)
-        return made
+        saves = BackgroundSaves()
+        self._steps.attach(saves)
+        return saves
 
     @property
     def hooks(self) -> Sequence[StepHook]:

@@ -131,24 +131,24 @@ def check(folder: Path, share: int, num_shares: int) -> None:
 
 def _check_file(file: Path, written: Checksum) -> None:
     try:
-        found = _checksum_of(file, written.num_bytes)
+        current = _checksum_of(file, written.num_bytes)
     except FileNotFoundError:
         raise _damaged(file, "it is missing") from None
     except OSError as error:
         raise InputError("{file} cannot be read: {reason}", file=str(file), reason=error.strerror) from error
-    if found.num_bytes != written.num_bytes:
-        raise _damaged(file, f"it has {found.num_bytes:,} bytes and was written with {written.num_bytes:,}")
-    if found != written:
-        raise _damaged(file, f"its CRC-32 is {found.crc32:08x} and was {written.crc32:08x} when it was written")
+    if current.num_bytes != written.num_bytes:
+        raise _damaged(file, f"it has {current.num_bytes:,} bytes and was written with {written.num_bytes:,}")
+    if current != written:
+        raise _damaged(file, f"its CRC-32 is {current.crc32:08x} and was {written.crc32:08x} when it was written")
 
 
 def _checksum_of(file: Path, num_bytes: int) -> Checksum:
     """Returns the checksum of `file`; reads nothing if its size is not `num_bytes`."""
     with file.open("rb", buffering=0) as stream:
-        found, crc32 = os.fstat(stream.fileno()).st_size, 0
-        while found == num_bytes and (chunk := stream.read(_CHUNK_BYTES)):
+        size, crc32 = os.fstat(stream.fileno()).st_size, 0
+        while size == num_bytes and (chunk := stream.read(_CHUNK_BYTES)):
             crc32 = zlib.crc32(chunk, crc32)
-    return Checksum(found, crc32)
+    return Checksum(size, crc32)
 
 
 def _damaged(file: Path, reason: str) -> InputError:

@@ -31,6 +31,7 @@ from zerobubble.runtime.stage.head_part import HeadRows
 from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.values.sparse import is_sparse
 from zerobubble.runtime.values.stateful import stateful_tensors
+from zerobubble.units import first_of
 
 FORM = 2
 """The version of this form."""
@@ -55,9 +56,9 @@ def state_of(module: nn.Module) -> Mapping[str, Any]:
     state = dict(type(module).state_dict(module))
     for path, layer in module.named_modules():
         if any(not tensor.requires_grad for tensor in stateful_tensors(layer).values()):
-            own = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())} - stateful_tensors(layer).keys()
+            kept = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())} - stateful_tensors(layer).keys()
             prefix = f"{path}." if path else ""
-            left_out = [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in own]
+            left_out = [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in kept]
             for name in left_out:
                 del state[name]
     return state
@@ -65,7 +66,7 @@ def state_of(module: nn.Module) -> Mapping[str, Any]:
 
 def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, Tensor]:
     """Returns parameters and buffers by key. Raises `InputError` for a state that is not a tensor."""
-    found = {}
+    tensors = {}
     for stage, module in sorted(modules.items()):
         marks = marks_in(module)
         for name, value in state_of(module).items():
@@ -80,8 +81,8 @@ def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, T
                     layout=str(value.layout),
                     remedy="register it with persistent=False, and make it again before zb.load, or register its indices and values",
                 )
-            found[f"model.{_name(names, stage, name, marks.get(name))}"] = joined(marks[name], value) if name in marks else value
-    return found
+            tensors[f"model.{_name(names, stage, name, marks.get(name))}"] = joined(marks[name], value) if name in marks else value
+    return tensors
 
 
 def stages_of_buffers(modules: Mapping[int, nn.Module], names: Names) -> dict[str, int]:
@@ -147,8 +148,7 @@ def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mappi
     faults = []
     for words, keys in (("lacks", set(held) - there), ("has and the model lacks", there - set(held))):
         if keys:
-            listed = ", ".join(sorted(key.removeprefix("model.") for key in keys)[:3])
-            faults.append(f"it {words} {listed}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}")
+            faults.append(f"it {words} {first_of(sorted(key.removeprefix('model.') for key in keys))}")
     for key, tensor in mine.items():
         if key in saved and saved[key].size != tensor.shape:
             faults.append(f"{key.removeprefix('model.')} is {tuple(saved[key].size)} there and {tuple(tensor.shape)} here")
@@ -160,22 +160,20 @@ def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mappi
 def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: SavedStates) -> list[str]:
     """Returns why `optimizers` cannot load what was saved for parameters by name."""
     held = set(parameters_of(optimizers))
-    lacking = [name for name, parameter in named.items() if parameter in held and name not in saved]
-    unknown = [name for name, parameter in named.items() if parameter not in held and name in saved]
-    faults = []
-    if lacking:
-        faults.append(f"the optimizer has {lacking[0]}, which it did not have when it was saved")
-    if unknown:
-        faults.append(f"the optimizer lacks {unknown[0]}, which it had when it was saved")
+    in_optimizer = {name for name, parameter in named.items() if parameter in held}
+    added = [name for name in named if name in in_optimizer - saved.keys()]
+    removed = [name for name in named if name in saved.keys() - in_optimizer]
+    faults = [f"the optimizer has {name}, which it did not have when it was saved" for name in added[:1]]
+    faults += [f"the optimizer lacks {name}, which it had when it was saved" for name in removed[:1]]
     options = {parameter: saved[name][1] for name, parameter in named.items() if name in saved}
     kinds = {parameter: saved[name][2] for name, parameter in named.items() if len(saved.get(name, ())) > 2}
     for number, (optimizer, group) in enumerate(groups_of(optimizers)):
-        now, then = type(optimizer).__name__, {kinds[parameter] for parameter in group["params"] if parameter in kinds}
+        now, then = type(optimizer).__name__, set(_of_group(group, kinds))
         if then - {now}:
             saved_from = ", ".join(sorted(then))
             faults.append(f"group {number} belongs to {now}, and its parameters were saved from {saved_from}: give these optimizers")
-        theirs = [options[parameter] for parameter in group["params"] if parameter in options]
-        if any(each != theirs[0] for each in theirs):
+        theirs = _of_group(group, options)
+        if any(option != theirs[0] for option in theirs):
             faults.append(
                 f"group {number} of the optimizer has parameters that were saved with different options: "
                 "create the groups that it had when it was saved"
@@ -183,12 +181,16 @@ def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Par
     return faults
 
 
+def _of_group(group: Mapping[str, Any], values: Mapping[nn.Parameter, Any]) -> list[Any]:
+    return [values[parameter] for parameter in group["params"] if parameter in values]
+
+
 def optimizer_targets(
     optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: SavedStates, tensors: Mapping[str, Any], marks: Marks
 ) -> dict[str, Tensor]:
     """Returns tensors to read the saved states of `optimizers` into: their current tensors if they fit, otherwise new ones."""
     state_of = {parameter: optimizer.state.get(parameter, {}) for optimizer in optimizers for parameter in parameters_of([optimizer])}
-    found = {}
+    targets_by_key = {}
     for name, parameter in named.items():
         if name not in saved or parameter not in state_of:
             continue
@@ -198,15 +200,15 @@ def optimizer_targets(
             there, tensor = now.get(path), tensors[key]
             there = None if there is None else whole(parameter, name, path, there, marks)
             fits = there is not None and there.shape == tensor.size and there.dtype == tensor.properties.dtype
-            found[key] = there if there is not None and fits else _new(parameter, tensor, marks)
-    return found
+            targets_by_key[key] = there if there is not None and fits else _new(parameter, tensor, marks)
+    return targets_by_key
 
 
 def _new(parameter: nn.Parameter, saved: Any, marks: Marks) -> Tensor:
     """Returns an empty tensor for what an optimizer keeps, sharded like the parameter if it has its shape."""
     dtype, mark = saved.properties.dtype, marks.get(parameter)
-    own = torch.empty_like(parameter.detach(), dtype=dtype)
-    like = own if mark is None else joined(mark, own)
+    like_parameter = torch.empty_like(parameter.detach(), dtype=dtype)
+    like = like_parameter if mark is None else joined(mark, like_parameter)
     return like if saved.size == like.shape else torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
@@ -214,13 +216,13 @@ def optimizer_states(
     named: Mapping[str, nn.Parameter], targets: Mapping[str, Tensor], saved: SavedStates, marks: Marks
 ) -> dict[nn.Parameter, ParameterState]:
     """Returns what was read for each parameter."""
-    found = {}
+    states = {}
     for name, parameter in named.items():
         if name in saved:
             keys = {path: f"optimizer.{name}.{path}" for path in paths_in(saved[name][0])}
             tensors = {path: part(targets[key]) if parameter in marks else targets[key] for path, key in keys.items()}
-            found[parameter] = ParameterState(tensors, *saved[name])
-    return found
+            states[parameter] = ParameterState(tensors, *saved[name])
+    return states
 
 
 def empty_like_saved(prefix: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:

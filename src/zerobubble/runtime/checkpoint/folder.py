@@ -144,12 +144,12 @@ def _next_to(path: Path, kind: str) -> Path:
 
 def _drafts(path: Path, kind: str = "") -> list[Path]:
     """Returns the folders next to `path` that were created for a checkpoint there and hold nothing else."""
-    found = []
+    drafts = []
     for name in sorted(os.listdir(path.parent)) if path.parent.is_dir() else ():
         match, folder = _DRAFT_NAME.fullmatch(name), path.with_name(name)
         if match and match["name"] == path.name and kind in ("", match["kind"]) and _holds_own_files_alone(folder):
-            found.append(folder)
-    return found
+            drafts.append(folder)
+    return drafts
 
 
 def _holds_own_files_alone(folder: Path) -> bool:
@@ -218,9 +218,9 @@ def _is_locked(folder: Path) -> bool | None:
 
 
 def _refuse_second_process(path: Path) -> None:
-    own = {lock.folder for lock in _locks}
+    locked_here = {lock.folder for lock in _locks}
     for left in _drafts(path):
-        if left not in own and _is_locked(left):
+        if left not in locked_here and _is_locked(left):
             message = "another process is writing a checkpoint to {path} now, in {left}"
             raise InputError(
                 message, path=str(path), left=left.name, remedy="give each job a path of its own, and save there after it has ended"

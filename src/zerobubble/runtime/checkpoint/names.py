@@ -16,8 +16,8 @@ def are_of_one_model(of_ranks: Sequence[StageNames], tied: Sequence[Sequence[tup
     same = [set(group) for group in tied]
     holders: dict[str, set[int]] = {}
     for names in of_ranks:
-        for stage, found in names.items():
-            for name in found:
+        for stage, in_stage in names.items():
+            for name in in_stage:
                 holders.setdefault(name, set()).add(stage)
     return all(len(stages) == 1 or any({(stage, name) for stage in stages} <= group for group in same) for name, stages in holders.items())
 
@@ -25,8 +25,8 @@ def are_of_one_model(of_ranks: Sequence[StageNames], tied: Sequence[Sequence[tup
 def refuse_taken(of_ranks: Sequence[StageNames], heads: Set[str]) -> None:
     """Raises `InputError` if a stage uses one of the names that `heads` have in the whole model."""
     for names in of_ranks:
-        for stage, found in sorted(names.items()):
-            if taken := sorted(heads & set(found)):
+        for stage, in_stage in sorted(names.items()):
+            if taken := sorted(heads & set(in_stage)):
                 message = "stage {stage} has {name!r}, which is also the name of a part of the divided head in checkpoints"
                 raise InputError(
                     message, stage=stage, name=taken[0], remedy="give DividedHead the name of the head in the whole model, name=..."

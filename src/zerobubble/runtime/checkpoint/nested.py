@@ -95,12 +95,12 @@ def steps_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield prefix + step, value[entry] if is_dict else entry
 
 
-def paired(one: Any, other: Any, choose: Callable[[Any, Any], Any]) -> Any:
-    """Returns `one` with each leaf replaced by `choose(leaf, leaf of other)`; the leaf of `other` is None where it has none."""
-    if type(one) is dict:
+def paired(value: Any, other: Any, choose: Callable[[Any, Any], Any]) -> Any:
+    """Returns `value` with each leaf replaced by `choose(leaf, leaf of other)`; the leaf of `other` is None where it has none."""
+    if type(value) is dict:
         theirs = other if isinstance(other, dict) else {}
-        return {key: paired(entry, theirs.get(key), choose) for key, entry in one.items()}
-    if type(one) in (list, tuple):
-        entries = list(other) if type(other) is type(one) and len(other) == len(one) else [None] * len(one)
-        return type(one)(paired(*pair, choose) for pair in zip(one, entries, strict=True))
-    return choose(one, other)
+        return {key: paired(entry, theirs.get(key), choose) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        entries = list(other) if type(other) is type(value) and len(other) == len(value) else [None] * len(value)
+        return type(value)(paired(*pair, choose) for pair in zip(value, entries, strict=True))
+    return choose(value, other)

@@ -31,7 +31,7 @@ from zerobubble.runtime.checkpoint.ranks import CheckpointRanks
 from zerobubble.runtime.device import interface
 
 
-class Part:
+class CheckpointPart:
     """What this rank writes of a checkpoint into `folder`, after all ranks have planned together.
 
     With `copies`, tensors are copied there now, so that training may continue while they are written. Earlier copies are overwritten.
@@ -66,11 +66,11 @@ class Part:
 
     def missing(self) -> list[int]:
         """Returns the ranks whose parts are not complete. Raises `OSError` if one has failed."""
-        found = set(os.listdir(self.folder))
+        files = set(os.listdir(self.folder))
         for rank in range(self._num_ranks):
-            if f"failed.{rank}" in found:
+            if f"failed.{rank}" in files:
                 raise OSError(f"rank {self._numbers[rank]} failed to write its part")
-        return [rank for rank in range(self._num_ranks) if self._note(rank).name not in found]
+        return [rank for rank in range(self._num_ranks) if self._note(rank).name not in files]
 
     def num_bytes(self) -> int:
         """Returns the bytes in the folder."""
@@ -189,4 +189,4 @@ def _plan_of(planned: list[_PlannedTensor]) -> SavePlan:
 
     Their names are plain keys, not paths in nested dicts, so each is its own path in `planner_data`.
     """
-    return SavePlan([each.item() for each in planned], planner_data={each.name: (each.name,) for each in planned})
+    return SavePlan([tensor.item() for tensor in planned], planner_data={tensor.name: (tensor.name,) for tensor in planned})

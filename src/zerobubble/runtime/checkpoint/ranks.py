@@ -30,16 +30,16 @@ class CheckpointRanks(Protocol):
 
 def agreed(ranks: CheckpointRanks, make: Callable[[], Answer]) -> Answer:
     """Returns what `make` returns. If it raises `InputError` on any rank, all ranks raise it, with the faults of all."""
-    made, fault = [], ""
+    answers, fault = [], ""
     try:
-        made.append(make())
+        answers.append(make())
     except InputError as error:
         fault = str(error)
     faults = faults_of_all(ranks, fault, "waiting for the other ranks to make the same call")
     if faults:
         with ranks.agreed_errors():
             raise InputError(faults)
-    return made[0]
+    return answers[0]
 
 
 def faults_of_all(ranks: CheckpointRanks, fault: str, doing: str) -> str:

@@ -134,9 +134,9 @@ class CheckpointLoader:
             names = trained.names()
             held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
             targets = agreed(trained, lambda: self._targets(saved, names, optimizers, {key for keys in held for key in keys}))
-            own, staged = agreed(trained, lambda: (self._own(saved), saved.stage(targets)))
+            of_rank, staged = agreed(trained, lambda: (self._own(saved), saved.stage(targets)))
             with changing_weights():
-                self._apply(saved, names, optimizers, targets, own, staged)
+                self._apply(saved, names, optimizers, targets, of_rank, staged)
             if saved.rest["num_steps"] is not None and not self._model_only:
                 trained.take_over(saved.rest["num_steps"], saved.rest["draws_seed"])
         extra: dict[str, Any] = saved.rest["extra"]
@@ -164,8 +164,8 @@ class CheckpointLoader:
         """Returns the tensors to read into: those of the model, and new ones. Raises `InputError` with all that does not match."""
         names.refuse_other(saved.rest)
         modules = self._trained.modules
-        found = contents.model_tensors(modules, names)
-        faults = contents.model_faults(found, held, saved.tensors)
+        tensors = contents.model_tensors(modules, names)
+        faults = contents.model_faults(tensors, held, saved.tensors)
         if not self._model_only:
             faults += self._faults_of_rest(saved, optimizers)
         named = dict(contents.parameters_by_name(modules, names))
@@ -173,17 +173,17 @@ class CheckpointLoader:
             faults += contents.optimizer_faults(optimizers, named, saved.states)
         raise_faults(faults)
         if optimizers:
-            found |= contents.optimizer_targets(optimizers, named, saved.states, saved.tensors, marks_of(modules.values()))
+            tensors |= contents.optimizer_targets(optimizers, named, saved.states, saved.tensors, marks_of(modules.values()))
         if self._restores_exactly(saved):
-            found |= contents.empty_like_saved(f"rank.{self._trained.rank}.random", saved.tensors)
-        return found
+            tensors |= contents.empty_like_saved(f"rank.{self._trained.rank}.random", saved.tensors)
+        return tensors
 
     def _faults_of_rest(self, saved: Saved, optimizers: Sequence[Optimizer]) -> list[str]:
         """Returns what the checkpoint has in addition to the model and load was not given, and the reverse."""
         faults = []
         if bool(optimizers) != bool(saved.states):
-            has, given, alone = ("no", "one", "") if optimizers else ("an", "none", ": give it, or model_only=True to load the model alone")
-            faults.append(f"the checkpoint has {has} optimizer, and load was given {given}{alone}")
+            without_one = "an optimizer, and load was given none: give it, or model_only=True to load the model alone"
+            faults.append(f"the checkpoint has {'no optimizer, and load was given one' if optimizers else without_one}")
         if self._scaler is None and saved.rest["scaler"]:
             faults.append("the checkpoint has a scaler, and load was given none")
         if self._scaler is not None and self._scaler.is_enabled() and not saved.rest["scaler"]:
@@ -206,8 +206,8 @@ class CheckpointLoader:
         with _readable(saved.folder):
             targets = contents.empty_like_saved(key, {key: saved.tensors[key]})
             saved.read(targets)
-            own: dict[str, Any] = contents.as_value(targets[key])
-        return own
+            of_rank: dict[str, Any] = contents.as_value(targets[key])
+        return of_rank
 
     def _apply(
         self,
@@ -215,7 +215,7 @@ class CheckpointLoader:
         names: Names,
         optimizers: Sequence[Optimizer],
         targets: Mapping[str, Tensor],
-        own: dict[str, Any] | None,
+        of_rank: dict[str, Any] | None,
         staged: StagedTensors,
     ) -> None:
         """Applies everything that was read. Raises `InputError` on every rank, with everything as before, if any of it is refused."""
@@ -230,9 +230,9 @@ class CheckpointLoader:
         prefix = f"rank.{trained.rank}.random."
         random = {key.removeprefix(prefix): tensor for key, tensor in targets.items() if key.startswith(prefix)}
         if not self._model_only:
-            changes.append(SavedRandomStates(own and own["random"], random, trained.device))
+            changes.append(SavedRandomStates(of_rank and of_rank["random"], random, trained.device))
         hooks = named_hooks(trained.hooks)
-        states_of_hooks = {} if own is None else {name: state for name, state in own["hooks"].items() if name in hooks}
+        states_of_hooks = {} if of_rank is None else {name: state for name, state in of_rank["hooks"].items() if name in hooks}
         where = f"rank {trained.numbers[trained.rank]}: " if trained.num_ranks > 1 else ""
         faults = load_states(
             [HookState(hooks[name], state) for name, state in states_of_hooks.items()],

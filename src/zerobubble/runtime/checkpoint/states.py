@@ -37,7 +37,7 @@ def states_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, ParameterSt
 
     Raises `InputError` for options and states that have no JSON form, and for a state that belongs to no parameter.
     """
-    found = {}
+    states = {}
     for optimizer in optimizers:
         shared = [key for key in optimizer.state if not isinstance(key, Tensor)]
         if shared:
@@ -49,8 +49,8 @@ def states_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, ParameterSt
         for parameter in group["params"]:
             state = dict(optimizer.state.get(parameter, {}))
             form = _form(state, type(optimizer).__name__)
-            found[parameter] = ParameterState(dict(tensors_in(state)), form, options, type(optimizer).__name__)
-    return found
+            states[parameter] = ParameterState(dict(tensors_in(state)), form, options, type(optimizer).__name__)
+    return states
 
 
 def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
@@ -74,17 +74,21 @@ class OptimizerState:
         places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         values = {parameter: decoded(states[parameter].form, states[parameter].tensors) for parameter in places if parameter in states}
         state = {number: values[parameter] for number, parameter in enumerate(places) if values.get(parameter)}
+        optimizer.load_state_dict({"state": state, "param_groups": self._groups()})
+        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+            for parameter, saved_state in values.items():
+                _undo_casts(optimizer.state, parameter, saved_state)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Returns the groups with their saved options and numbered parameters."""
         groups, first = [], 0
-        for group in optimizer.param_groups:
-            saved = next((states[parameter].options for parameter in group["params"] if parameter in states), {})
+        for group in self._optimizer.param_groups:
+            saved = next((self._states[parameter].options for parameter in group["params"] if parameter in self._states), {})
             loaded = {name: _like(group.get(name), decoded(form, {})) for name, form in saved.items() if name not in _OF_RANK}
             kept = {name: value for name, value in group.items() if name != SAVED_BY}
             groups.append({**kept, **loaded, "params": list(range(first, first + len(group["params"])))})
             first += len(group["params"])
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-            for parameter, saved_state in values.items():
-                _undo_casts(optimizer.state, parameter, saved_state)
+        return groups
 
     def undo(self) -> None:
         """See `Change`. torch's optimizers load into new containers, so restoring the previous ones suffices."""
@@ -161,11 +165,11 @@ def tensor_states(states: RandomStates) -> dict[str, Tensor]:
 
 def plain_states(states: RandomStates) -> dict[str, Any]:
     """Returns the states of Python and NumPy in JSON form."""
-    found: dict[str, Any] = {"python": states.of_python}
+    plain: dict[str, Any] = {"python": states.of_python}
     if states.of_numpy is not None:
         kind, words, *rest = states.of_numpy
-        found["numpy"] = [kind, words.tolist(), *rest]
-    return found
+        plain["numpy"] = [kind, words.tolist(), *rest]
+    return plain
 
 
 class SavedRandomStates:

@@ -29,12 +29,12 @@ def marks_in(module: nn.Module) -> dict[str, Mark]:
 
 def marks_of(modules: Iterable[nn.Module]) -> dict[nn.Parameter, Mark]:
     """Returns the marked parameters in `modules`."""
-    found: dict[nn.Parameter, Mark] = {}
+    marked: dict[nn.Parameter, Mark] = {}
     for module in modules:
         marks = marks_in(module)
         named = module.named_parameters(remove_duplicate=False)
-        found.update((parameter, marks[name]) for name, parameter in named if name in marks)
-    return found
+        marked.update((parameter, marks[name]) for name, parameter in named if name in marks)
+    return marked
 
 
 def whole(parameter: nn.Parameter, name: str, key: str, tensor: Tensor, marks: Marks) -> Tensor:
@@ -83,10 +83,10 @@ class TensorPart(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, first_row: int, num_rows: int) -> TensorPart:
         shape = torch.Size((num_rows, *local.shape[1:]))
-        made: TensorPart = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local = local
-        made.begins = torch.Size((first_row, *(0 for _ in local.shape[1:])))
-        return made
+        tensor: TensorPart = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        tensor.local = local
+        tensor.begins = torch.Size((first_row, *(0 for _ in local.shape[1:])))
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

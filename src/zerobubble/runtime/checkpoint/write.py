@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint import contents
-from zerobubble.runtime.checkpoint.background import Saving
+from zerobubble.runtime.checkpoint.background import BackgroundSave
 from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
 from zerobubble.runtime.checkpoint.folder import Draft, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
-from zerobubble.runtime.checkpoint.parts import Part
+from zerobubble.runtime.checkpoint.parts import CheckpointPart
 from zerobubble.runtime.checkpoint.ranks import CheckpointRanks, agreed
 from zerobubble.runtime.checkpoint.states import plain_states, states_of, tensor_states
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
@@ -47,16 +47,16 @@ class CheckpointWriter:
         self._scaler = scaler
         self._extra = extra
 
-    def write(self, path: Any, *, wait: bool) -> Saving:
+    def write(self, path: Any, *, wait: bool) -> BackgroundSave:
         """Writes the checkpoint, or starts to; all ranks call it."""
         trained = self._trained
         with trained.activity("in zb.save"):
             saves = trained.saves
             saves.finish()  # one checkpoint at a time: its copies are reused, and it may be replaced at the same path
 
-            found = self._place(path)
+            target = self._place(path)
             tensors = self._tensors()
-            draft = agreed(trained, lambda: Draft(found) if trained.rank == 0 else None)
+            draft = agreed(trained, lambda: Draft(target) if trained.rank == 0 else None)
             try:
                 return self._begin(draft, tensors, wait=wait)
             except InputError:  # every rank raises it, so none writes any more
@@ -68,13 +68,13 @@ class CheckpointWriter:
                     draft.release()
                 raise
 
-    def _begin(self, draft: Draft | None, tensors: dict[str, Tensor], *, wait: bool) -> Saving:
+    def _begin(self, draft: Draft | None, tensors: dict[str, Tensor], *, wait: bool) -> BackgroundSave:
         """Writes into the `draft` of rank 0, at once or in the background."""
         trained = self._trained
         folder = Path(trained.gather(draft and str(draft.folder), "choosing where to write")[0])
         agreed(trained, lambda: _refuse_unseen(folder, trained))
-        part = Part(tensors, folder, trained, None if wait else trained.saves.copies)
-        saving = Saving(part, draft, trained.schedule(), trained)
+        part = CheckpointPart(tensors, folder, trained, None if wait else trained.saves.copies)
+        saving = BackgroundSave(part, draft, trained.schedule(), trained)
         if wait:
             saving.write_now()
             saving.wait()
@@ -85,10 +85,10 @@ class CheckpointWriter:
     def _place(self, path: Any) -> Path:
         """Returns the path of the checkpoint. Raises `InputError` on every rank if it is not a path, or if ranks have different ones."""
         trained = self._trained
-        found = agreed(trained, lambda: resolve_path(path))
-        given = trained.gather(os.fsdecode(path), "comparing where to write")
-        agreed(trained, lambda: _refuse_other([{"path": each} for each in given], trained.numbers))
-        return found
+        target = agreed(trained, lambda: resolve_path(path))
+        paths = trained.gather(os.fsdecode(path), "comparing where to write")
+        agreed(trained, lambda: _refuse_other([{"path": other_path} for other_path in paths], trained.numbers))
+        return target
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns all that this rank has, as tensors by key. Raises `InputError` on every rank for what cannot be saved on one."""
@@ -105,8 +105,8 @@ class CheckpointWriter:
         rest = {"form": contents.FORM, "num_ranks": len(of_ranks), **names._asdict(), "optimizer": options}
         rest |= {"num_steps": None, "draws_seed": None} if self._model_only else {"num_steps": num_steps, "draws_seed": trained.rng_seed()}
         rest |= {"layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
-        own = {"hooks": mine["hooks"], "random": None if now is None else plain_states(now)}
-        return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
+        of_rank = {"hooks": mine["hooks"], "random": None if now is None else plain_states(now)}
+        return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(of_rank)}
 
     def _settled(self) -> tuple[Optimizer, ...]:
         """Returns the optimizers, their last step final. Raises `InputError` if others train the same stages, or if these train others."""
@@ -127,7 +127,7 @@ class CheckpointWriter:
         kept = contents.optimizer_tensors(named, states, marks_of(trained.modules.values()))
         tensors = {**contents.model_tensors(trained.modules, names), **kept, **random}
         mine = {
-            "optimizer": {name: list(states[one][1:]) for name, one in named.items() if one in states},
+            "optimizer": {name: list(states[parameter][1:]) for name, parameter in named.items() if parameter in states},
             "hooks": {} if self._model_only else hook_states(trained.hooks),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": dict(self._extra or {}),
@@ -169,8 +169,8 @@ def refuse_more_than_model(optimizer: object, scaler: object, *, model_only: boo
 
 def refuse_others(optimizers: Sequence[Optimizer], trained: Checkpointed) -> None:
     """Raises `InputError` if `optimizers` train other parameters than those of `trained`."""
-    own = [parameter for module in trained.modules.values() for parameter in module.parameters()]
-    refuse_foreign(optimizers, own, trained.owner)
+    parameters = [parameter for module in trained.modules.values() for parameter in module.parameters()]
+    refuse_foreign(optimizers, parameters, trained.owner)
 
 
 def _refuse_other(of_ranks: list[dict[str, Any]], numbers: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from zerobubble.runtime.step.hook import AttachedPipeline
 from zerobubble.runtime.transport.terms import by_rank, each_has
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.memory import local_part
+from zerobubble.units import first_of
 
 
 class StageNorms(NamedTuple):
@@ -60,11 +61,11 @@ def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] 
     A parameter of several stages counts with the first of them.
     """
     taken: set[nn.Parameter] = set(elsewhere)
-    found: dict[int, list[nn.Parameter]] = {}
+    of_stage: dict[int, list[nn.Parameter]] = {}
     for stage, module in sorted(modules.items()):
-        found[stage] = [parameter for parameter in module.parameters() if parameter not in taken]
-        taken.update(found[stage])
-    return found
+        of_stage[stage] = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(of_stage[stage])
+    return of_stage
 
 
 def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients, sharded: ShardedTensors) -> Norms:
@@ -72,20 +73,20 @@ def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradient
 
     A sharded gradient has the norm of the whole on each rank: all ranks that hold a shard must call it.
     """
-    found: dict[nn.Parameter, float] = {}
+    norm_of: dict[nn.Parameter, float] = {}
     dtypes: dict[int, torch.dtype] = {}
     for stage, parameters in parts.items():
         there = [(parameter, gradient.detach()) for parameter in parameters if (gradient := gradients.get(parameter)) is not None]
         if there:
             norms = torch.stack([_norm(gradient, norm_type, in_parts=sharded.is_sharded(parameter)) for parameter, gradient in there]).cpu()
             dtypes[stage] = norms.dtype
-            found.update(zip((parameter for parameter, _ in there), norms.tolist(), strict=True))
-    found |= sharded.whole_norms(found, norm_type)
+            norm_of.update(zip((parameter for parameter, _ in there), norms.tolist(), strict=True))
+    norm_of |= sharded.whole_norms(norm_of, norm_type)
     result: Norms = {}
     for stage, parameters in parts.items():
-        held = [parameter for parameter in parameters if parameter in found]
+        held = [parameter for parameter in parameters if parameter in norm_of]
         if held:
-            values = torch.tensor([found[parameter] for parameter in held], dtype=dtypes.get(stage, held[0].dtype), device="cpu")
+            values = torch.tensor([norm_of[parameter] for parameter in held], dtype=dtypes.get(stage, held[0].dtype), device="cpu")
             result[stage] = StageNorms(held, values)
     return result
 
@@ -102,11 +103,11 @@ def _norm(gradient: Tensor, norm_type: float, *, in_parts: bool) -> Tensor:
 def not_finite_in(modules: Mapping[int, nn.Module], norms: Norms) -> dict[int, list[str]]:
     """Returns the names of the parameters of each stage whose `norms` are not finite."""
     not_finite: dict[int, list[str]] = {}
-    for stage, found in norms.items():
-        fine = found.values.isfinite()
+    for stage, of_stage in norms.items():
+        fine = of_stage.values.isfinite()
         if not fine.all():
             names = {parameter: name for name, parameter in modules[stage].named_parameters()}
-            held = [names[parameter] for parameter in found.parameters]
+            held = [names[parameter] for parameter in of_stage.parameters]
             not_finite[stage] = [name for name, is_fine in zip(held, fine.tolist(), strict=True) if not is_fine]
     return not_finite
 
@@ -142,9 +143,9 @@ def refuse_wrong_arguments(all_arguments: Sequence[ClipArguments], members: Sequ
     """Raises the same `InputError` on every rank if a rank's arguments are wrong or differ between the ranks, which are `members`."""
     raise_faults(by_rank(members, [arguments.fault and f"clip_grad_norm_: {arguments.fault}" for arguments in all_arguments]))
     if len(set(all_arguments)) > 1:
-        found = each_has(members, map(str, all_arguments))
+        calls = each_has(members, map(str, all_arguments))
         raise InputError(
-            ("clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}"), found=found
+            ("clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}"), found=calls
         )
 
 
@@ -157,8 +158,8 @@ def gather_norms(
     """
     entries = {stage: (norms.values.tolist(), norms.values.dtype, not_finite.get(stage)) for stage, norms in mine.items()}
     gathered = pipeline.gather((entries, arguments), "gathering the norms of gradients")
-    found = {stage: entry for norms, _ in reversed(gathered) for stage, entry in norms.items()}
-    ordered = sorted(found.items())
+    entry_of = {stage: entry for norms, _ in reversed(gathered) for stage, entry in norms.items()}
+    ordered = sorted(entry_of.items())
     return (
         {stage: torch.tensor(values, dtype=dtype, device="cpu") for stage, (values, dtype, _) in ordered},
         {stage: names for stage, (_, _, names) in ordered if names},
@@ -175,7 +176,7 @@ def refuse(total: Tensor, norm_type: float, not_finite: Mapping[int, list[str]],
     """Raises `InputError` for a `total` norm that is not finite, naming stages and parameters, and microbatches by their `losses`."""
     if total.isfinite():
         return
-    where = [f"in stage {stage} ({_listed(names)})" for stage, names in not_finite.items()]
+    where = [f"in stage {stage} ({first_of(names)})" for stage, names in not_finite.items()]
     lost = [] if losses is None else (~losses.isfinite()).nonzero().flatten().tolist()
     if lost:
         where.append(f"in the loss of microbatch{'es' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the last step")
@@ -188,18 +189,14 @@ def refuse(total: Tensor, norm_type: float, not_finite: Mapping[int, list[str]],
     )
 
 
-def _listed(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gradients: Gradients) -> None:
     """Scales gradients as `torch.nn.utils.clip_grads_with_norm_` does, in `.grad` or `main_grad`, and the local part of sharded ones."""
     held, max_norm = list(parameters), float(max_norm)  # which may be text, as for torch
-    found = [(parameter, gradient) for parameter in held if (gradient := gradients.get(parameter)) is not None]
-    sharded = {parameter for parameter, gradient in found if local_part(gradient) is not gradient}
+    scaled = [(parameter, gradient) for parameter in held if (gradient := gradients.get(parameter)) is not None]
+    sharded = {parameter for parameter, gradient in scaled if local_part(gradient) is not gradient}
     if gradients.dtype is None:
         torch.nn.utils.clip_grads_with_norm_([parameter for parameter in held if parameter not in sharded], max_norm, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter, gradient in found:
+    for parameter, gradient in scaled:
         if parameter in sharded or gradients.dtype is not None:
             local_part(gradient).mul_(factor.to(gradient.device))

@@ -12,6 +12,7 @@ from zerobubble.arguments import Wanted
 from zerobubble.costs import FULL, NONE
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.weight_flops import is_wrapped
+from zerobubble.units import first_of
 
 Chosen: TypeAlias = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 """Selects submodules to recompute: patterns of their names, their classes, or a function of name and module."""
@@ -63,8 +64,7 @@ class RecomputedParts(NamedTuple):
         if self.parts is None:
             return f"level {self.level!r}: R recomputes the whole stage"
         names = [path or "the whole module" for path in self.parts]
-        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-        return f"level {self.level!r}: R recomputes {', '.join(names[:_MAX_LISTED]) or 'nothing, as no module is chosen here'}{more}"
+        return f"level {self.level!r}: R recomputes {first_of(names, _MAX_LISTED) or 'nothing, as no module is chosen here'}"
 
 
 class RecomputeLevels:
