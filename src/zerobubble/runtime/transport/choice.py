@@ -104,30 +104,30 @@ def _shared_device(control: GlooEndpoint, device: torch.device) -> str:
     """Describes which ranks share a GPU; empty if none do. It gathers from all ranks, so every rank must call it."""
     uuid = interface(device).uuid()
     ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, each in zip(control.group.ranks, gather_objects(control, uuid), strict=True):
-        ranks_of[each].append(rank)
-    shared = [f"ranks {', '.join(map(str, ranks))} share GPU {each}" for each, ranks in ranks_of.items() if each and len(ranks) > 1]
+    for rank, gpu in zip(control.group.ranks, gather_objects(control, uuid), strict=True):
+        ranks_of[gpu].append(rank)
+    shared = [f"ranks {', '.join(map(str, ranks))} share GPU {gpu}" for gpu, ranks in ranks_of.items() if gpu and len(ranks) > 1]
     return " and ".join(shared)
 
 
-def transport_for(given: str | Endpoint, layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> Transport:
+def transport_for(transport: str | Endpoint, layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> Transport:
     """Returns the transport among the ranks of `layout`, for a name or for this rank's endpoint; an unknown name counts as "auto".
 
     Given a name, the ranks meet through the store of torch.distributed, and raise what `rendezvous` raises. A given endpoint has its own
     group and store.
     """
-    if isinstance(given, Endpoint):
-        return Transport(given)
+    if isinstance(transport, Endpoint):
+        return Transport(transport)
     control = gloo_endpoint(layout, timeout, record)
-    name = given if isinstance(given, str) and given in MAKERS else AUTO
+    name = transport if isinstance(transport, str) and transport in MAKERS else AUTO
     return Transport(control, lambda device, channels: choose(name, control, device, channels))
 
 
 def refuse_unknown(name: str) -> None:
     """Raises `InputError` for a name that no transport has."""
     if name != AUTO and name not in MAKERS:
-        known = ", ".join(map(repr, (AUTO, *MAKERS)))
-        raise wrong("transport", name, f"an Endpoint or one of {known}", f"{near(name, MAKERS)}leave it out to use the fastest")
+        names = ", ".join(map(repr, (AUTO, *MAKERS)))
+        raise wrong("transport", name, f"an Endpoint or one of {names}", f"{near(name, MAKERS)}leave it out to use the fastest")
 
 
 def gloo_endpoint(layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> GlooEndpoint:

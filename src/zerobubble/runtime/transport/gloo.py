@@ -123,8 +123,8 @@ def _drop(over: threading.Event, sockets: PeerSockets, *held: list[Any]) -> None
     sockets.end()  # first half-close and let peers finish writing: see there
     sockets.disconnect()
     sockets.clear()
-    for each in held:
-        each.clear()
+    for collection in held:
+        collection.clear()
 
 
 _SHORTEST_S, _LONGEST_S = 0.001, 0.05
@@ -156,8 +156,8 @@ class EndableStore(dist.Store):  # type: ignore[name-defined, misc]
         return total
 
     def check(self, keys: Sequence[str]) -> bool:
-        found: bool = self._store.check(keys)
-        return found
+        has_keys: bool = self._store.check(keys)
+        return has_keys
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         end = time.monotonic() + (timeout or self._timeout).total_seconds()

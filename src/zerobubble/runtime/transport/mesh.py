@@ -66,9 +66,9 @@ class Layout(NamedTuple):
         The ranks keep their numbers.
         """
         left = tuple(rank for rank in self.members if rank not in lost)
-        known = dict(zip(self.members, processes, strict=True)) if processes else {}
+        process_of = dict(zip(self.members, processes, strict=True)) if processes else {}
         name = "-".join(["survivors", self.name, *map(str, sorted(lost))])
-        return Layout(name, self.ranks, (left,), left, {}, processes=tuple(known[rank] for rank in left if known))
+        return Layout(name, self.ranks, (left,), left, {}, processes=tuple(process_of[rank] for rank in left if process_of))
 
     def dimensions_of(self, ranks: Collection[int]) -> frozenset[str]:
         """Returns the dimensions along which these ranks of torch.distributed lie, this rank included; none if no other is in the mesh.
@@ -78,19 +78,19 @@ class Layout(NamedTuple):
         wanted = set(ranks)
         if len(wanted.intersection(self.ranks)) == 1:
             return frozenset()
-        found = [names for names, places in self.along.items() if {self.ranks[place] for place in places} == wanted]
-        if not found:
-            known = ", ".join(map(repr, sorted(frozenset().union(*self.along)))) if self.along else "none"
+        fitting = [names for names, places in self.along.items() if {self.ranks[place] for place in places} == wanted]
+        if not fitting:
+            dimensions = ", ".join(map(repr, sorted(frozenset().union(*self.along)))) if self.along else "none"
             raise InputError(
                 (
                     "a parameter is divided over ranks {wanted}, which lie along no dimensions of the Pipeline's mesh other "
                     "than 'pp' (it has {known})"
                 ),
                 wanted=", ".join(map(str, sorted(wanted))),
-                known=known,
+                known=dimensions,
                 remedy="divide it over a part of that mesh, such as mesh['ep']",
             )
-        return max(found, key=lambda names: len(names))
+        return max(fitting, key=lambda names: len(names))
 
 
 def one_pipeline(name: str, ranks: Sequence[int]) -> Layout:
@@ -141,6 +141,6 @@ def _fault(names: tuple[str, ...] | None) -> str:
         return f"mesh has no dimension {PIPELINE!r} for the stages, it has {', '.join(names)}: name one so, {remedy}"
     unknown = [name for name in names if name not in {PIPELINE, *DATA, *MODEL}]
     if unknown:
-        known = ", ".join(map(repr, (PIPELINE, *sorted(DATA), *sorted(MODEL))))
-        return f"mesh has unknown dimensions {', '.join(map(repr, unknown))}, a Pipeline knows {known}: flatten or rename the others"
+        allowed = ", ".join(map(repr, (PIPELINE, *sorted(DATA), *sorted(MODEL))))
+        return f"mesh has unknown dimensions {', '.join(map(repr, unknown))}, a Pipeline knows {allowed}: flatten or rename the others"
     return ""

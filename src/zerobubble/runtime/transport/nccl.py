@@ -104,13 +104,13 @@ class NcclEndpoint(Endpoint):
                 self.receiver(Line(source, destination, carries))(first).wait()
 
     def _refuse_few_queues(self) -> None:
-        needed, found = queues_for(self._used), hardware_queues()
-        if found is not None and found < needed:
+        needed, available = queues_for(self._used), hardware_queues()
+        if available is not None and available < needed:
             raise InputError(
                 "this pipeline needs {needed} hardware queues on a GPU, or kernels that wait for messages can block each other forever; "
                 "CUDA_DEVICE_MAX_CONNECTIONS allows {found}",
                 needed=needed,
-                found=found,
+                found=available,
                 remedy=f"set it to {needed} or more before the process uses the GPU"
                 if needed <= MOST_QUEUES
                 else f"use fewer ranks with a divided head: {MOST_QUEUES} is its maximum",

@@ -119,8 +119,8 @@ class _Participant:
         if self._store.silence_s >= self._longest_silence_s:
             raise _SilentError
 
-    def _own_stall(self, found: str, recent_s: float | None = None) -> Outcome | None:
-        """Returns that this process has stalled, and what it `found` then: the others may have given up on it and ended.
+    def _own_stall(self, event: str, recent_s: float | None = None) -> Outcome | None:
+        """Returns that this process has stalled, and the `event` after it: the others may have given up on it and ended.
 
         Returns None if no stall ended within the last `recent_s`, by default the seconds that ranks wait for an answer.
         """
@@ -128,7 +128,7 @@ class _Participant:
         if seconds < _STALL_S:
             return None
         rank = self._group.rank
-        return Outcome(failure=f"{stalled(rank, seconds)}; then {found}", rank=rank)
+        return Outcome(failure=f"{stalled(rank, seconds)}; then {event}", rank=rank)
 
     def _was_given_up(self, everybody: Mapping[int, str], missing: Sequence[int]) -> bool:
         """Returns whether the others, some of whose records are `missing`, may have come and found the store of this process silent.

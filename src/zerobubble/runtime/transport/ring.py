@@ -39,7 +39,7 @@ _PRESENT, _MISSING, _TRACKED = 0, 1, 2
 """The mark of a tensor in a message: present, missing, or present and requiring a gradient."""
 
 
-class Segment:
+class RingSegment:
     """Mapped shared memory: the `words` of the header, and the `memory` after it, which begins at `address`.
 
     It stays mapped while this object or one of its views is alive. `size` is the whole size in bytes.
@@ -54,9 +54,9 @@ class Segment:
         self.address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() + _HEADER
 
 
-def _without_memory() -> Segment:
+def _without_memory() -> RingSegment:
     """Returns the segment of a ring that has no lane yet or is closed: no message arrives in it, and no slot is free."""
-    segment = Segment(bytearray(_HEADER))
+    segment = RingSegment(bytearray(_HEADER))
     segment.words[_PUT], segment.words[_TAKEN] = -1, -(1 << 62)
     return segment
 
@@ -87,7 +87,7 @@ class Ring:
         Raises `PeerGoneError`.
         """
         if lane.ring_bytes > self.segment.size:
-            self.segment = Segment(self._larger(lane.ring_bytes))
+            self.segment = RingSegment(self._larger(lane.ring_bytes))
         elif self._sends:
             words, count = self.segment.words, self.count
             self.connection.sleep_until(lambda: words[_TAKEN] == count, longest_ms=1)

@@ -55,7 +55,8 @@ class SharedMemoryEndpoint(Endpoint):
         for channel, connection in connect_all(self._gloo, channels, self._gloo.timeout).items():
             self._rings[channel] = Ring(connection, f"{os.getpid()} rank {rank}", sends=channel.source == rank, spins=spins)
             self._sockets.add(channel.destination if channel.source == rank else channel.source, connection.fileno())
-        self._spare_bytes = SPARE_BYTES // _most_at_a_rank(channels)
+        channels_by_rank = Counter(channel.source for channel in channels)
+        self._spare_bytes = SPARE_BYTES // max(channels_by_rank.values(), default=1)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._gloo.open(device, channels)
@@ -105,11 +106,6 @@ class SharedMemoryEndpoint(Endpoint):
     def close(self) -> None:
         self._end()
         self._gloo.close()
-
-
-def _most_at_a_rank(channels: Sequence[Channel]) -> int:
-    """Returns the largest number of channels that begin at one rank, at least 1."""
-    return max(Counter(channel.source for channel in channels).values(), default=1)
 
 
 def _close_all(sockets: PeerSockets, rings: dict[Channel, Ring]) -> None:

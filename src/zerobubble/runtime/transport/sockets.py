@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 _OPEN, _TABLES = "/proc/self/fd", ("/proc/self/net/tcp", "/proc/self/net/tcp6")
@@ -69,21 +70,21 @@ class PeerSockets:
         os.set_inheritable(descriptor, False)
         self._held.setdefault(peer, []).append(HeldSocket(descriptor, os.fstat(descriptor).st_ino))
 
-    def claim(self, found: Mapping[str, int], reported: Mapping[int, Collection[str]]) -> None:
-        """Adds those connections `found` on this rank that another rank has `reported`, too."""
+    def claim(self, connections: Mapping[str, int], reported: Mapping[int, Collection[str]]) -> None:
+        """Adds the `connections` of this rank that another rank has `reported`, too."""
         for peer, theirs in reported.items():
-            for ends in set(theirs) & set(found):
-                self.add(peer, found[ends])
+            for ends in set(theirs) & set(connections):
+                self.add(peer, connections[ends])
 
     def disconnect(self, peer: int | None = None) -> None:
         """Shuts down the connections to `peer`, or to all, as if the other ends had closed: waits at either end raise at once.
 
         This also ends them for other processes that hold the sockets. May be called from any thread.
         """
-        held = list(self._held.values()) if peer is None else [self._held.get(peer, [])]  # a copy: another thread may add some
-        for each in [one for some in held for one in some]:
+        of_peers = list(self._held.values()) if peer is None else [self._held.get(peer, [])]  # a copy: another thread may add some
+        for connection in list(chain.from_iterable(of_peers)):
             with suppress(OSError):
-                _shut_down(each)
+                _shut_down(connection)
 
     def end(self) -> None:
         """Half-closes every connection, and waits a moment until the backends of the peers have closed their ends.
@@ -91,19 +92,20 @@ class PeerSockets:
         Until then, writes of the peers still succeed. They must: if a write fails, gloo's `Pair::sendAsyncMode` queues that message only
         after it has passed the error to all others, and a wait for that message lasts until the timeout.
         """
-        for each in [one for some in list(self._held.values()) for one in some]:
+        connections = list(chain.from_iterable(list(self._held.values())))
+        for connection in connections:
             with suppress(OSError):
-                _shut_down(each, socket.SHUT_WR)
+                _shut_down(connection, socket.SHUT_WR)
         until = time.monotonic() + _FLUSH_S
-        while any(map(_is_open, [one for some in list(self._held.values()) for one in some])) and time.monotonic() < until:
+        while any(map(_is_open, connections)) and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def close_in_child(self) -> None:
         """Closes this process's descriptors after a fork; the connections themselves stay open."""
-        for each in [one for some in self._held.values() for one in some]:
+        for connection in chain.from_iterable(self._held.values()):
             with suppress(OSError):
-                if os.fstat(each.descriptor).st_ino == each.inode:
-                    os.close(each.descriptor)
+                if os.fstat(connection.descriptor).st_ino == connection.inode:
+                    os.close(connection.descriptor)
         self._held.clear()
 
     def clear(self) -> None:
@@ -132,23 +134,23 @@ def _shut_down(held: HeldSocket, how: int = socket.SHUT_RDWR) -> None:
 
 def _open_sockets() -> dict[int, int]:
     """Returns the descriptors of this process's sockets by their inodes."""
-    found = {}
+    descriptors = {}
     with suppress(OSError):
         for name in os.listdir(_OPEN):
             with suppress(OSError):
                 target = os.readlink(os.path.join(_OPEN, name))
                 if target.startswith("socket:["):
-                    found[int(target[len("socket:[") : -1])] = int(name)
-    return found
+                    descriptors[int(target[len("socket:[") : -1])] = int(name)
+    return descriptors
 
 
 def _connections() -> dict[int, str]:
     """Returns the two ends of every TCP connection of this machine by its inode, in a form that is the same seen from either end."""
-    found = {}
+    ends = {}
     for table in _TABLES:
         with suppress(OSError), open(table) as rows:
             next(rows, "")
             for row in rows:
                 columns = row.split()
-                found[int(columns[_INODE])] = " ".join(sorted((columns[_LOCAL], columns[_REMOTE])))
-    return found
+                ends[int(columns[_INODE])] = " ".join(sorted((columns[_LOCAL], columns[_REMOTE])))
+    return ends

@@ -45,14 +45,14 @@ def by_rank(ranks: Collection[int], faults: Iterable[str]) -> list[str]:
     return [f"{'all ranks' if 1 < len(ranks) == len(some) else named(some)}: {fault}" for fault, some in grouped.items() if fault]
 
 
-def each_has(ranks: Iterable[int], values: Iterable[str], one: str = "has", several: str = "have") -> str:
-    """Returns which of these ranks have which value; `one` and `several` are the verb.
+def each_has(ranks: Iterable[int], values: Iterable[str], singular: str = "has", plural: str = "have") -> str:
+    """Returns which of these ranks have which value, with the verb in `singular` or `plural`.
 
     >>> each_has(range(3), ["0.1", "0.1", "0.2"])
     'ranks 0-1 have 0.1, rank 2 has 0.2'
     """
     grouped = _ranks_by_value(ranks, values)
-    return ", ".join(f"{named(some)} {one if len(some) == 1 else several} {value}" for value, some in grouped.items())
+    return ", ".join(f"{named(some)} {singular if len(some) == 1 else plural} {value}" for value, some in grouped.items())
 
 
 def _ranks_by_value(ranks: Iterable[int], values: Iterable[str]) -> dict[str, list[int]]:
@@ -77,15 +77,15 @@ def _disagreements(ranks: Mapping[int, Terms]) -> list[str]:
     """Returns the differences between the ranks' terms. A term that only some ranks have is compared among these."""
     faults = []
     for what in dict.fromkeys(name for terms in ranks.values() for name in terms):
-        found = {rank: terms[what] for rank, terms in ranks.items() if what in terms}
-        compared = {rank: without_note(value) for rank, value in found.items()}
+        present = {rank: terms[what] for rank, terms in ranks.items() if what in terms}
+        compared = {rank: without_note(value) for rank, value in present.items()}
         if len(set(compared.values())) > 1:
             shown = {rank: value.split(" #")[0] for rank, value in compared.items()}
             if len(set(shown.values())) == 1:
                 shown = compared
-            notes = {rank: value.partition(_NOTE)[2] for rank, value in found.items()}
+            notes = {rank: value.partition(_NOTE)[2] for rank, value in present.items()}
             noted = [f"{value}{notes[rank] and f' ({notes[rank]})'}" for rank, value in shown.items()]
-            faults.append(f"ranks disagree on the {what}: {each_has(found, noted)}")
+            faults.append(f"ranks disagree on the {what}: {each_has(present, noted)}")
     return faults
 
 
