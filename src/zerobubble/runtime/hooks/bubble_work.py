@@ -16,8 +16,8 @@ from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingSte
 
 _STEPS_SEEN = 4
 """The number of recent steps that limit a window: it is at most its shortest measured idle time in these steps."""
-_SHARE = number("a number above 0, up to 1", lambda given: isinstance(given, (int, float)) and 0 < given <= 1)
-_SECONDS = number("a number of seconds, 0 or more", lambda given: isinstance(given, (int, float)) and 0 <= given < float("inf"))
+_SHARE = number("a number above 0, up to 1", lambda value: isinstance(value, (int, float)) and 0 < value <= 1)
+_SECONDS = number("a number of seconds, 0 or more", lambda value: isinstance(value, (int, float)) and 0 <= value < float("inf"))
 
 
 class Bubble(NamedTuple):
@@ -86,8 +86,8 @@ class BubbleWork(StepHook):
             self._use(step.schedule)
 
     def _use(self, schedule: Schedule) -> None:
-        found = windows(schedule, self._costs, self._limits)[self._rank]
-        self._windows = {window.step: window for window in found if window.duration * self._share >= self._least * 1e9}
+        idle = windows(schedule, self._costs, self._limits)[self._rank]
+        self._windows = {window.step: window for window in idle if window.duration * self._share >= self._least * 1e9}
         self._idle = {step: deque(maxlen=_STEPS_SEEN) for step in self._windows}
         self._schedule = schedule
 

@@ -45,7 +45,7 @@ class ChangedCopies(StepHook):
 
     def __init__(self, modules: Mapping[int, nn.Module], copied: Iterable[int], parameters: Mapping[nn.Parameter, str]) -> None:
         self._modules = modules
-        self._parameters = {one: why for one, why in parameters.items() if local_part(one) is one}
+        self._parameters = {parameter: why for parameter, why in parameters.items() if local_part(parameter) is parameter}
         self._buffers: list[tuple[str, nn.Module, str]] = []
         for stage in copied:
             for path, part in modules[stage].named_modules():

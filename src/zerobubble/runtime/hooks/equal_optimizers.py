@@ -218,8 +218,8 @@ class _OptimizerUses:
         """Returns the optimizers of a parameter in an order that all ranks share, with its states if it `reads_state`."""
         if not parameter.requires_grad:
             return [["frozen", {}, ""]]
-        found = [self._groups[number] for number in self._places.get(parameter, ())]
-        return sorted(([*options, _state_of(optimizer(), parameter) if reads_state else ""] for optimizer, options in found), key=str)
+        groups = [self._groups[number] for number in self._places.get(parameter, ())]
+        return sorted(([*options, _state_of(optimizer(), parameter) if reads_state else ""] for optimizer, options in groups), key=str)
 
 
 def _without_wrapped(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -119,11 +119,11 @@ def _refuse_on_one_rank(shared: SharedWith) -> None:
 def _refuse_other(shared: SharedWith, mine: Measures, theirs: Measures) -> None:
     """Raises `InputError` if the other rank has other values: the same error on both."""
     peers, peer = shared.peers, shared.peer
-    for tensors, here, there, own, other in zip(
+    for tensors, here, there, measured, other in zip(
         shared.held, shared.here, shared.there, mine.of_parameters, theirs.of_parameters, strict=True
     ):
-        if not own.is_close(other, _rounding_of(tensors[0])):
-            pairs = [(f"{here[0]} on rank {peers.members[peers.rank]}", own), (f"{there} on rank {peers.members[peer]}", other)]
+        if not measured.is_close(other, _rounding_of(tensors[0])):
+            pairs = [(f"{here[0]} on rank {peers.members[peers.rank]}", measured), (f"{there} on rank {peers.members[peer]}", other)]
             (first, measure), (second, second_measure) = pairs if peers.rank < peer else pairs[::-1]
             _refuse(first, measure, second, second_measure)
 

@@ -40,8 +40,8 @@ class Unscaling:
         pipeline.before_optimizer(ranks_meet=True)
         with pipeline.activity("while unscaling gradients"):
             mine = unscale_own(pipeline, scaler, optimizers)
-            found = _found_on_any(pipeline, scaler, is_found=mine)
-            set_found_inf(scaler, optimizers, pipeline.device, is_found=found)
+            is_infinite = _found_on_any(pipeline, scaler, is_found=mine)
+            set_found_inf(scaler, optimizers, pipeline.device, is_found=is_infinite)
 
 
 def _are_enabled(pipeline: AttachedPipeline, scaler: GradScaler) -> bool:
@@ -58,7 +58,7 @@ def unscale_own(pipeline: AttachedPipeline, scaler: GradScaler, optimizers: Sequ
     """Unscales the gradients of this rank's optimizers, or those in `main_grad`; returns whether one of them is not finite."""
     if pipeline.gradients.dtype is None:
         held = list(parameters_of(optimizers))
-        of_each = [[one.grad for one in parameters_of([optimizer]) if one.grad is not None] for optimizer in optimizers]
+        of_each = [[parameter.grad for parameter in parameters_of([optimizer]) if parameter.grad is not None] for optimizer in optimizers]
     else:
         held = list(pipeline.parameters())
         of_each = [_sums(pipeline), *([] for _ in optimizers[1:])]
@@ -85,9 +85,9 @@ def _found_on_any(pipeline: AttachedPipeline, scaler: GradScaler, *, is_found: b
     """Returns whether any rank found a gradient that is not finite."""
     doing = "sharing which gradients are not finite"
     states: list[tuple[bool, float, bool]] = pipeline.gather((is_found, scaler.get_scale(), pipeline.scaling.scaler is not None), doing)
-    scales, was_given = [scale for _, scale, _ in states], [given for _, _, given in states]
+    scales, was_given = [scale for _, scale, _ in states], [is_given for _, _, is_given in states]
     _refuse_differences(scales, was_given, pipeline.schedule, pipeline.peers.members)
-    return pipeline.sharded.largest(float(any(found for found, _, _ in states)), doing) > 0
+    return pipeline.sharded.largest(float(any(is_here for is_here, _, _ in states)), doing) > 0
 
 
 def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule, members: Sequence[int]) -> None:

@@ -44,7 +44,7 @@ class _Group(NamedTuple):
 
     def is_of(self, runners: Sequence[StepRunner]) -> bool:
         """Whether these pipelines trained the group."""
-        return len(runners) == len(self.runners) and all(known() is runner for known, runner in zip(self.runners, runners, strict=True))
+        return [runner() for runner in self.runners] == list(runners)
 
 
 _groups: weakref.WeakKeyDictionary[Optimizer, dict[int, _Group]] = weakref.WeakKeyDictionary()
@@ -55,18 +55,18 @@ def refuse_other_stages_state(optimizer: Optimizer, runners: Sequence[StepRunner
 
     Otherwise, marks its groups as holding the state of these stages.
     """
-    known = _groups.setdefault(optimizer, {})
+    group_of = _groups.setdefault(optimizer, {})
     for number, group in enumerate(optimizer.param_groups):
         parameters = list(map(id, group["params"]))
-        before, entry = known.get(number), group.get(SAVED_BY)
+        before, entry = group_of.get(number), group.get(SAVED_BY)
         if before is None or before.parameters != parameters or not before.is_of(runners):
-            known[number] = _Group.of(group["params"], runners)
+            group_of[number] = _Group.of(group["params"], runners)
             if before is not None:
-                _refuse_moved(optimizer, number, before, known[number])
+                _refuse_moved(optimizer, number, before, group_of[number])
         is_loaded = before is None or entry is not before.entry
-        if entry is not None and is_loaded and entry != known[number].entry:
-            _refuse(optimizer, number, entry, known[number].entry)
-        group[SAVED_BY] = known[number].entry
+        if entry is not None and is_loaded and entry != group_of[number].entry:
+            _refuse(optimizer, number, entry, group_of[number].entry)
+        group[SAVED_BY] = group_of[number].entry
 
 
 def _refuse_moved(optimizer: Optimizer, number: int, before: _Group, now: _Group) -> None:

@@ -96,11 +96,11 @@ def _refuse_within_backward(optimizer: Optimizer, runner: StepRunner) -> None:
 
 def owners_of(parameters: Iterable[Tensor]) -> Iterator[tuple[StepRunner, list[Tensor]]]:
     """Yields each watched runner that owns any of the `parameters`, with those that it owns."""
-    given = list(parameters)
+    wanted = list(parameters)
     for runner in watched_runners():
-        own = set(runner.parameters())
-        if found := [parameter for parameter in given if parameter in own]:
-            yield runner, found
+        held = set(runner.parameters())
+        if owned := [parameter for parameter in wanted if parameter in held]:
+            yield runner, owned
 
 
 def watched_runners() -> list[StepRunner]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 import torch
@@ -117,8 +118,8 @@ class PostValidation(StepHook):
         gathered = pipeline.gather((self._fault(pipeline), terms, dtypes_of(self._parts)), "making the optimizer")
         faults = by_rank(pipeline.peers.members, [fault for fault, _, _ in gathered])
         if not faults and len({theirs for _, theirs, _ in gathered}) > 1:
-            found = [f"{norm} {'with' if scaled else 'without'} a scaler" for _, (norm, scaled), _ in gathered]
-            faults = [f"ranks disagree on max_norm or scaler: {each_has(pipeline.peers.members, found)}"]
+            settings = [f"{norm} {'with' if scaled else 'without'} a scaler" for _, (norm, scaled), _ in gathered]
+            faults = [f"ranks disagree on max_norm or scaler: {each_has(pipeline.peers.members, settings)}"]
         raise_faults(faults)
         copies = self._copies(pipeline.device)
         self._undo = [SavedCopy(optimizer) if copies else ByFormula(optimizer) for optimizer in self.optimizers]
@@ -178,7 +179,7 @@ class PostValidation(StepHook):
         """Makes `step` start over at its rollback point if needed, unless the last optimizer's step is known to be final."""
         if self._verdict is True:
             return
-        snapshot = Snapshot(self._pipeline.modules.values())
+        snapshot = StageSnapshot(self._pipeline.modules.values())
 
         def forwards_stand() -> bool:
             with self._pipeline.activity(_VALIDATING):
@@ -238,8 +239,8 @@ class PostValidation(StepHook):
         """Unscales the gradients if there is a scaler; returns whether a gradient of any rank is not finite."""
         if self._scaler is None:
             return False
-        found = unscale_own(self._pipeline, self._scaler, self.optimizers)
-        return self._pipeline.sharded.largest(float(found), "sharing which gradients are not finite") > 0
+        is_infinite = unscale_own(self._pipeline, self._scaler, self.optimizers)
+        return self._pipeline.sharded.largest(float(is_infinite), "sharing which gradients are not finite") > 0
 
     def _keep(self) -> None:
         """Keeps what the exact step needs: the gradients, groups and options of this call."""
@@ -326,10 +327,10 @@ class PostValidation(StepHook):
 
     def _refuse_other_scaler(self) -> None:
         """Raises `InputError` if the last step of the pipeline was scaled by another scaler than the one that unscales here."""
-        given = self._pipeline.scaling.scaler
+        scaler = self._pipeline.scaling.scaler
         begins_backward = any(route[-1] == self._pipeline.rank for route in self._pipeline.schedule.placement.routes)
-        if given is not self._scaler and (given is not None or begins_backward):
-            was_given = "no scaler" if given is None else "a scaler" if self._scaler is None else "another scaler"
+        if scaler is not self._scaler and (scaler is not None or begins_backward):
+            was_given = "no scaler" if scaler is None else "a scaler" if self._scaler is None else "another scaler"
             raise InputError(
                 "the last step was given {was_given}, and PostValidation has {given_here}",
                 was_given=was_given,
@@ -387,8 +388,8 @@ class PostValidation(StepHook):
         self._set_groups(groups_now)
 
     def _set_groups(self, groups: Sequence[list[dict[str, Any]]]) -> None:
-        for optimizer, own in zip(self.optimizers, groups, strict=True):
-            optimizer.param_groups[:] = own
+        for optimizer, groups_before in zip(self.optimizers, groups, strict=True):
+            optimizer.param_groups[:] = groups_before
 
 
 def _frozen(option: Any) -> Any:
@@ -417,7 +418,7 @@ def _copy_fits(optimizers: Sequence[Optimizer], device: torch.device) -> bool:
     return bool(2 * 3 * held <= interface(device).free_bytes())
 
 
-class Snapshot:
+class StageSnapshot:
     """The buffers of `modules`, and the generators that their stages share, when the snapshot was taken.
 
     Other random state is not part of it: a forward draws the same numbers when rerun.
@@ -430,11 +431,12 @@ class Snapshot:
         modules = list(modules)
         named = [entry for module in modules for entry in module.named_parameters() if local_part(entry[1]) is entry[1]]
         self._parameters = [(name, parameter, parameter._version) for name, parameter in named]
-        held = [(part, buffers_of(part)) for module in modules for part in module.modules()]
-        self._buffers_of = [(part, buffers) for part, buffers in held if buffers]
-        self._contents = {buffer: buffer.clone() for _, buffers in self._buffers_of for buffer in buffers.values() if buffer is not None}
-        shared = [stage.shared_generators() for stage in map(stage_alone, modules) if isinstance(stage, SharesGenerators)]
-        self._generators = [(generator, generator.read()) for generators in shared for generator in generators]
+        parts = [part for module in modules for part in module.modules()]
+        self._buffers_of = [(part, buffers) for part in parts if (buffers := buffers_of(part))]
+        held = chain.from_iterable(buffers.values() for _, buffers in self._buffers_of)
+        self._contents = {buffer: buffer.clone() for buffer in held if buffer is not None}
+        stages = [stage for stage in map(stage_alone, modules) if isinstance(stage, SharesGenerators)]
+        self._generators = [(generator, generator.read()) for stage in stages for generator in stage.shared_generators()]
 
     def refuse_changed_parameters(self) -> None:
         """Raises `InputError` if a parameter has changed in place since the snapshot."""
@@ -488,6 +490,6 @@ class SavedCopy:
 
 @torch.no_grad()
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-    given = [local_part(source) for source in sources]
-    if given:
-        torch._foreach_copy_([local_part(target) for target in targets], given)
+    local_sources = [local_part(source) for source in sources]
+    if local_sources:
+        torch._foreach_copy_([local_part(target) for target in targets], local_sources)

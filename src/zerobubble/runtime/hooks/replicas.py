@@ -172,8 +172,8 @@ class Replicas(StepHook):
         self._over.clear()
         self._complete.clear()
         apart = _of_one_stage(self._modules) - self._completed_at_end()
-        own = {stage: [one for one in trained({stage: self._modules[stage]}) if one in apart] for stage in self._order}
-        self._unstarted = {stage: self._in_buckets(parameters) for stage, parameters in own.items()}
+        summed = {stage: [parameter for parameter in trained({stage: self._modules[stage]}) if parameter in apart] for stage in self._order}
+        self._unstarted = {stage: self._in_buckets(parameters) for stage, parameters in summed.items()}
 
     def _completed_at_end(self) -> AbstractSet[nn.Parameter]:
         """Returns the parameters whose gradients earlier hooks complete only at the end of the step."""
@@ -183,12 +183,12 @@ class Replicas(StepHook):
 
     def _in_buckets(self, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
         """Returns the buckets of these parameters in the order in which they become complete."""
-        found = []
+        buckets = []
         for dimensions in self._sums:
-            own = [parameter for parameter in parameters if self._left.get(parameter) == dimensions]
-            found += [_Bucket(dimensions, bucket) for bucket in _buckets(own, self._gradients.dtype, self._bucket_bytes)]
+            along = [parameter for parameter in parameters if self._left.get(parameter) == dimensions]
+            buckets += [_Bucket(dimensions, bucket) for bucket in _buckets(along, self._gradients.dtype, self._bucket_bytes)]
         place = {parameter: number for number, parameter in enumerate(parameters)}
-        return sorted(found, key=lambda bucket: place[bucket.parameters[-1]])
+        return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
 
     def on_gradients_complete(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
         """Marks the gradients of `parameters` as complete, and starts the sums that are next in order."""
@@ -218,7 +218,8 @@ class Replicas(StepHook):
     def _start(self, stage: int, buckets: Iterable[_Bucket]) -> None:
         for dimensions, parameters in buckets:
             for parameter in parameters:
-                if _is_sparse(self._gradients.get(parameter)):
+                gradient = self._gradients.get(parameter)
+                if gradient is not None and gradient.layout is not torch.strided:
                     raise InputError(_SPARSE, parameter=self._name_of(stage, parameter), remedy="make its layer with sparse=False")
             work = self._sums[dimensions].start(partial(self._gather, parameters), partial(self._scatter, parameters))
             self._under_way.append(_Sum(stage, work, self._peers[dimensions]))
@@ -235,7 +236,7 @@ class Replicas(StepHook):
     def _name_of(self, stage: int, parameter: nn.Parameter) -> str:
         """Returns the name of a parameter for errors, preferably the one in `stage`."""
         places = sorted(self._modules.items(), key=lambda place: place[0] != stage)
-        holder, name = next((index, name) for index, module in places for name, each in module.named_parameters() if each is parameter)
+        holder, name = next((index, name) for index, module in places for name, held in module.named_parameters() if held is parameter)
         return f"parameter {name!r} of stage {holder}"
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -274,17 +275,17 @@ def _of_one_stage(modules: Mapping[int, nn.Module]) -> set[nn.Parameter]:
 def _buckets(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None, most: int) -> list[list[nn.Parameter]]:
     """Groups parameters by type of gradient, in order, into buckets of up to `most` bytes; a larger parameter is a bucket of its own."""
     open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
-    found: list[list[nn.Parameter]] = []
+    buckets: list[list[nn.Parameter]] = []
     for parameter in parameters:
         kind = dtype or parameter.dtype
         bucket, held = open_buckets.get(kind, ([], most))
         size = local_part(parameter).numel() * kind.itemsize
         if held + size > most:
             bucket, held = [], 0
-            found.append(bucket)
+            buckets.append(bucket)
         bucket.append(parameter)
         open_buckets[kind] = bucket, held + size
-    return found
+    return buckets
 
 
 def _flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], dtype: torch.dtype | None) -> Tensor:
@@ -295,10 +296,6 @@ def _flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         pieces.append(torch.zeros_like(local_part(parameter), dtype=there.dtype) if gradient is None else local_part(gradient))
     return torch.cat([piece.reshape(-1) for piece in pieces] + [there])
-
-
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided
 
 
 _SPARSE = "{parameter} has a sparse gradient, which replicas do not sum"

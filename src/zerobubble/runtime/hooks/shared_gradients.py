@@ -165,14 +165,14 @@ class SharedGradients(StepHook):
     def _keep_own(self, groups: list[SharedGroup], infos: ParameterInfos) -> None:
         """Keeps the groups that include this rank, whose parameters are `infos`."""
         rank = self._peers.rank
-        own = [group for group in groups if rank in group.ranks]
+        held_here = [group for group in groups if rank in group.ranks]
         by_name = {stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in self._modules.items()}
-        shared_names = {name for group in own for shared in group.parameters for name in shared.names[rank]}
+        shared_names = {name for group in held_here for shared in group.parameters for name in shared.names[rank]}
         self._parameters = {name: by_name[name.stage][name.name] for name, info in infos.items() if info.first_name in shared_names}
-        self._groups = own
-        self._sums = [_GroupSum(group, self._parameters, self._peers, self._gradients) for group in own]
+        self._groups = held_here
+        self._sums = [_GroupSum(group, self._parameters, self._peers, self._gradients) for group in held_here]
         self._stages = {stage for group_sum in self._sums for stage in group_sum.stages}
-        counted_here = {self._parameters.get(shared.counted_name) for group in own for shared in group.parameters}
+        counted_here = {self._parameters.get(shared.counted_name) for group in held_here for shared in group.parameters}
         self.counted_elsewhere = set(self._parameters.values()) - counted_here
         self.completes_at_end = frozenset(self._parameters.values())
 
@@ -272,11 +272,12 @@ class _GroupSum:
 
     def finish(self) -> None:
         """Waits for the others' gradients and puts the sum into the gradient of each parameter, each a tensor of its own."""
-        found = {self._peers.rank: self._own}
+        gradients_of = {self._peers.rank: self._own}
         for other in self._others:
             flags = self._peers.expect_control(GradientFlags, len(self._held), other).wait(_DOING)
-            found[other] = [self._receive(held[0], other) if there else None for held, there in zip(self._held, flags.present, strict=True)]
-        for held, *gradients in zip(self._held, *(found[rank] for rank in self._ranks), strict=True):
+            present = zip(self._held, flags.present, strict=True)
+            gradients_of[other] = [self._receive(held[0], other) if is_present else None for held, is_present in present]
+        for held, *gradients in zip(self._held, *(gradients_of[rank] for rank in self._ranks), strict=True):
             total = _total(gradients)
             for parameter in held:
                 self._gradients.put(parameter, total if parameter is held[0] or total is None else total.clone())
@@ -300,8 +301,8 @@ class _GroupSum:
 
 def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """Returns the sum of the gradients that exist, in order; None if none does."""
-    found = [gradient for gradient in gradients if gradient is not None]
-    return sum(found[1:], found[0]) if found else None
+    present = [gradient for gradient in gradients if gradient is not None]
+    return sum(present[1:], present[0]) if present else None
 
 
 def _comparable(infos: ParameterInfos, stage: int) -> list[Any]:

@@ -200,20 +200,20 @@ def _names_of_one(group: tuple[ParameterName, ...], holders: Mapping[ParameterNa
     """Returns the names that a tied group makes one parameter: several lists if the group names modules."""
     found_in: list[dict[str, ParameterName]] = []
     for name in group:
-        found = _parameters_under(name, holders)
-        if not found:
-            hint = near(name.name, [known.name for known in holders if known.stage == name.stage]).rstrip()
+        inner_names = _parameters_under(name, holders)
+        if not inner_names:
+            hint = near(name.name, [held.name for held in holders if held.stage == name.stage]).rstrip()
             faults.append(f"tied names {name}, but that stage has no such parameter or module; {hint or 'see named_parameters()'}")
-        found_in.append(found)
+        found_in.append(inner_names)
     if not all(found_in):
         return []
     first, *others = found_in
-    for name, found in zip(group[1:], others, strict=True):
-        unmatched = sorted(found.keys() ^ first.keys())
+    for name, inner_names in zip(group[1:], others, strict=True):
+        unmatched = sorted(inner_names.keys() ^ first.keys())
         if unmatched:
             only = ", ".join(map(repr, unmatched))
             faults.append(f"tied {group[0]} and {name} must hold the same parameters, but only one of them has {only}")
-    return [[found[inner] for found in found_in if inner in found] for inner in first]
+    return [[by_inner[inner] for by_inner in found_in if inner in by_inner] for inner in first]
 
 
 def _parameters_under(name: ParameterName, holders: Mapping[ParameterName, Any]) -> dict[str, ParameterName]:
@@ -221,8 +221,8 @@ def _parameters_under(name: ParameterName, holders: Mapping[ParameterName, Any])
     if name in holders:
         return {"": name}
     prefix = f"{name.name}." if name.name else ""
-    inside = (known for known in holders if known.stage == name.stage and known.name.startswith(prefix))
-    return {known.name.removeprefix(prefix): known for known in inside}
+    inside = (inside_name for inside_name in holders if inside_name.stage == name.stage and inside_name.name.startswith(prefix))
+    return {held.name.removeprefix(prefix): held for held in inside}
 
 
 def _merged(lists: Iterable[list[RankParameter]]) -> list[list[RankParameter]]:
@@ -235,16 +235,16 @@ def _merged(lists: Iterable[list[RankParameter]]) -> list[list[RankParameter]]:
     return [members for members in distinct.values() if len(members) > 1]
 
 
-def _differences(members: list[RankParameter], found: list[ParameterInfo]) -> list[str]:
+def _differences(members: list[RankParameter], infos: list[ParameterInfo]) -> list[str]:
     """Returns the reasons why `members` cannot be one parameter with the first of them."""
-    special = [_refusal(member, info.special_type) for member, info in zip(members, found, strict=True) if info.special_type]
+    special = [_refusal(member, info.special_type) for member, info in zip(members, infos, strict=True) if info.special_type]
     if special:
         return special
     faults = []
-    first, info = members[0], found[0]
-    for member, other in zip(members[1:], found[1:], strict=True):
+    first, info = members[0], infos[0]
+    for member, other in zip(members[1:], infos[1:], strict=True):
         if (other.shape, other.dtype) != (info.shape, info.dtype):
-            was, got = (f"{one.shape} {one.dtype.removeprefix('torch.')}" for one in (info, other))
+            was, got = (f"{compared.shape} {compared.dtype.removeprefix('torch.')}" for compared in (info, other))
             faults.append(f"tied {first} is {was}, but {member} is {got}; give them one shape and dtype, or leave them apart")
         elif other.requires_grad != info.requires_grad:
             trained = first if info.requires_grad else member

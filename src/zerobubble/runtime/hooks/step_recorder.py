@@ -199,12 +199,12 @@ class ScalarKeeper:
 
 def scalars_of(report: StepReport, costs: Costs | None = None) -> dict[str, float]:
     """Returns the numbers of a report by name; with `costs`, also the drift of stage times from them."""
-    given = {name: getattr(report, name) for name in ("seconds", "bubble", "loss", "mfu", "peak_bytes")}
-    found = {name: float(value) for name, value in given.items() if value is not None}
-    found |= {f"loss/{name}": part for name, part in report.added_losses.items()}
-    found |= {f"pass_seconds/{name}": seconds for name, seconds in report.passes.items()}
-    found |= {f"waits_for_rank/{rank}": seconds for rank, seconds in report.waits.items()}
-    return found | {f"drift/{name}": drift for name, drift in drifts(report.passes, costs).items()}
+    optional = {name: getattr(report, name) for name in ("seconds", "bubble", "loss", "mfu", "peak_bytes")}
+    scalars = {name: float(value) for name, value in optional.items() if value is not None}
+    scalars |= {f"loss/{name}": part for name, part in report.added_losses.items()}
+    scalars |= {f"pass_seconds/{name}": seconds for name, seconds in report.passes.items()}
+    scalars |= {f"waits_for_rank/{rank}": seconds for rank, seconds in report.waits.items()}
+    return scalars | {f"drift/{name}": drift for name, drift in drifts(report.passes, costs).items()}
 
 
 def tensorboard_keeper(folder: str | os.PathLike[str], rank: int, costs: Costs | None) -> ScalarKeeper:

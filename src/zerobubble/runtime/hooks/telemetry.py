@@ -127,9 +127,9 @@ class Telemetry(StepHook):
         at, has_details = time(), self._has_details
 
         def recorded() -> Recorded:
-            made = records()
-            report = _report_of(number, seconds, loss, mfu, added, made, schedule)
-            return Recorded(report, schedule, made if has_details else None, at)
+            record = records()
+            report = _report_of(number, seconds, loss, mfu, added, record, schedule)
+            return Recorded(report, schedule, record if has_details else None, at)
 
         if self.report is not None:
             self.report(recorded().report)
@@ -185,7 +185,7 @@ def _pass_seconds(spans: Sequence[tuple[Op, int, int]], steps: Mapping[tuple[int
     for (kind, stage, _), begin, end in spans:
         if steps[begin, end] == 1:
             times[stage, kind].append(end - begin)
-    return {f"{stage}{kind}": median(found) / 1e9 for (stage, kind), found in times.items()}
+    return {f"{stage}{kind}": median(durations) / 1e9 for (stage, kind), durations in times.items()}
 
 
 _WANTED: Mapping[str, Wanted | type] = {
@@ -193,7 +193,7 @@ _WANTED: Mapping[str, Wanted | type] = {
     "peak_flops": optional(
         number(
             "the most floating-point operations that a rank computes in a second, such as 312e12",
-            lambda given: NUMBER.accepts(given) and given > 0,
+            lambda value: NUMBER.accepts(value) and value > 0,
         )
     ),
     "folder": optional(instance(str, PathLike)),
@@ -205,17 +205,17 @@ _WANTED: Mapping[str, Wanted | type] = {
 }
 
 
-def _refuse_wrong(given: Mapping[str, Any]) -> None:
+def _refuse_wrong(arguments: Mapping[str, Any]) -> None:
     """Raises `InputError` with all faults of the arguments of `Telemetry`."""
-    costs, faults = given["costs"], faults_among(given, _WANTED)
-    if all(given[name] is None for name in ("on_step", "folder", "tensorboard", "wandb")):
+    costs, faults = arguments["costs"], faults_among(arguments, _WANTED)
+    if all(arguments[name] is None for name in ("on_step", "folder", "tensorboard", "wandb")):
         faults.append("Telemetry needs on_step, folder, tensorboard or wandb, which take its reports")
     if isinstance(costs, Costs) and costs.shares:
         faults.append("costs have shares of microbatches, but stage times are compared with those of equal microbatches: leave costs out")
     faults += [
         f"{package} needs the package {package}, which is not installed: pip install {package}"
         for package in ("tensorboard", "wandb")
-        if given[package] is not None and find_spec(package) is None
+        if arguments[package] is not None and find_spec(package) is None
     ]
     raise_faults(faults)
 

@@ -115,7 +115,8 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
             original(tensors, *args, **kwargs)
         except RuntimeError as error:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if all(isinstance(root, Tensor) and not root.requires_grad for root in roots) and any(map(_has_stepped, watched_runners())):
+            has_stepped = any(runner.losses.losses is not None for runner in watched_runners())
+            if has_stepped and all(isinstance(root, Tensor) and not root.requires_grad for root in roots):
                 raise InputError(
                     "backward() needs a tensor with a graph, and {got} has none",
                     got="this one" if len(roots) == 1 else "each of these",
@@ -124,10 +125,6 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
             raise
 
     return backward
-
-
-def _has_stepped(pipeline: StepRunner) -> bool:
-    return pipeline.losses.losses is not None
 
 
 def _iterate(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

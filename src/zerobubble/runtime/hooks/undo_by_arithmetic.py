@@ -50,7 +50,7 @@ def why_not(optimizer: Optimizer) -> str:
     """Returns why a step of `optimizer` cannot be undone by formula; empty if it can."""
     kind = type(optimizer).__name__
     if type(optimizer) not in _UNDO:
-        return f"a step of {kind} cannot be undone by arithmetic, which knows {', '.join(known.__name__ for known in _UNDO)}"
+        return f"a step of {kind} cannot be undone by arithmetic, which knows {', '.join(supported.__name__ for supported in _UNDO)}"
     for number, group in enumerate(optimizer.param_groups):
         if any(parameter.is_complex() for parameter in group["params"]):
             return f"a step on complex parameters (group {number}) cannot be undone by arithmetic"
