@@ -238,7 +238,7 @@ def test_a_snapshot_restores_buffers_that_were_changed_and_replaced() -> None:
     module = nn.BatchNorm1d(2)
     mean, variance = module.running_mean, module.running_var
     assert mean is not None
-    snapshot = post_validation.Snapshot([module])
+    snapshot = post_validation.StageSnapshot([module])
     mean.add_(1)
     module.running_var = torch.zeros(2)
     snapshot.restore()

@@ -45,7 +45,7 @@ def _refuse_dicts_of_samples(batch: Any) -> None:
     items = batch if isinstance(batch, Mapping) else {}
     sizes = {len(item) for item in items.values() if isinstance(item, Tensor) and item.ndim}
     for name, item in items.items():
-        if isinstance(item, list) and len(item) in sizes and all(isinstance(each, Mapping) and _tensors(each) for each in item):
+        if isinstance(item, list) and len(item) in sizes and all(isinstance(sample, Mapping) and _tensors(sample) for sample in item):
             raise InputError(
                 "{name!r} of a {argument} is a list with a dict of tensors for each of {count} samples, which cannot be cut",
                 argument="batch",
@@ -64,7 +64,7 @@ def cut(batch: Any, num_microbatches: int, dims: Dims | None = None) -> tuple[li
     """
     size = num_samples(batch, dims)
     rows = sample_slices(size, num_microbatches)
-    return [_cut(batch, own, size, dims or {}) for own in rows], [own.stop - own.start for own in rows]
+    return [_cut(batch, samples, size, dims or {}) for samples in rows], [samples.stop - samples.start for samples in rows]
 
 
 def samples_of(batch: Any, rows: Sequence[int], dims: Dims | None = None) -> Any:

@@ -138,31 +138,31 @@ def use_schedule(engine: Any, schedule: str | Schedule | Plan) -> None:
         )
 
     @cache
-    def made(num_microbatches: int) -> PlayedSchedule:
+    def playing(num_microbatches: int) -> PlayedSchedule:
         return PlayedSchedule(schedule_for(schedule, engine.num_stages, num_microbatches), engine.stage_id)
 
-    made(engine.micro_batches)  # to refuse a schedule here
-    engine._train_schedule = lambda: made(engine.micro_batches)
+    playing(engine.micro_batches)  # to refuse a schedule here
+    engine._train_schedule = lambda: playing(engine.micro_batches)
 
 
 def _refuse(schedule: Schedule) -> None:
     """Raises `InputError` if the engine cannot run the schedule."""
     checked(schedule)
-    found = []
+    unfit = []
     if schedule.placement.routes != Placement.linear(schedule.num_ranks).routes:
-        found.append(f"{schedule.placement}: the engine has stage r on rank r")
+        unfit.append(f"{schedule.placement}: the engine has stage r on rank r")
     kinds = {op.kind for row in schedule.rows for op in row}
     if kinds != set(PASSES):
-        found.append(f"the passes {', '.join(sorted(map(str, kinds)))}: the engine runs F and BW")
+        unfit.append(f"the passes {', '.join(sorted(map(str, kinds)))}: the engine runs F and BW")
     first, last = ([op.microbatch for op in schedule.rows[rank] if op.kind is Kind.F] for rank in (0, -1))
     if first != last:
-        found.append("microbatches in another order on the last stage than on the first: both load them in one order")
+        unfit.append("microbatches in another order on the last stage than on the first: both load them in one order")
     kept = schedule.rows[-1]
     if any(forward.microbatch != backward.microbatch for forward, backward in zip(kept[::2], kept[1::2], strict=False)):
-        found.append("a forward of the last stage without its backward next: the engine keeps one loss")
-    if found:
+        unfit.append("a forward of the last stage without its backward next: the engine keeps one loss")
+    if unfit:
         message = "DeepSpeed cannot run {schedule}, which has {found}. Use a schedule such as '1f1b'"
-        raise InputError(message, schedule=schedule.name, found="; ".join(found))
+        raise InputError(message, schedule=schedule.name, found="; ".join(unfit))
 
 
 def _ticks(schedule: Schedule) -> dict[Op, int]:

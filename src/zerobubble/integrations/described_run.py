@@ -19,7 +19,7 @@ def not_described(what: str, reason: str) -> InputError:
 
 
 @dataclass(frozen=True)
-class Run:
+class DescribedRun:
     """A model, and the parallel sizes and the batch with which it is trained.
 
     Attributes:

@@ -8,7 +8,7 @@ import sysconfig
 from zerobubble.errors import InputError
 
 
-def refuse_hidden_methods(cls: type, mixin: type, base: type, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+def refuse_hidden_methods(cls: type, mixin: type, base: type, names: tuple[str, ...], accounted: tuple[str, ...]) -> None:
     """Raises `InputError` if `mixin` replaces a method of a class between it and the framework's `base`, or comes after `base`.
 
     Args:
@@ -16,7 +16,7 @@ def refuse_hidden_methods(cls: type, mixin: type, base: type, names: tuple[str, 
         mixin: The integration's class.
         base: The framework's class.
         names: The methods that the mixin replaces.
-        known: The methods for which the integration accounts, such as "SFTTrainer.training_step".
+        accounted: The methods for which the integration accounts, such as "SFTTrainer.training_step".
     """
     order = list(cls.__mro__)
     if base not in order:
@@ -30,19 +30,19 @@ def refuse_hidden_methods(cls: type, mixin: type, base: type, names: tuple[str, 
             remedy=f"put {mixin.__name__} first",
         )
     between = order[order.index(mixin) + 1 : order.index(base)]
-    hidden = {kind: [f"{kind.__name__}.{name}" for name in names if name in vars(kind)] for kind in between}
-    hidden = {kind: left for kind, methods in hidden.items() if (left := [method for method in methods if method not in known])}
+    methods = [(kind, f"{kind.__name__}.{name}") for kind in between for name in names if name in vars(kind)]
+    hidden = [(kind, method) for kind, method in methods if method not in accounted]
     if not hidden:
         return
-    kind = next(iter(hidden))
+    kind, _ = hidden[0]
     bases = ", ".join(parent.__name__ for parent in (mixin, *kind.__bases__))
     remedy = f"write class {kind.__name__}({bases}), let its methods call super(), and train with it"
-    if libraries := [kind for kind in hidden if _is_of_library(kind)]:
+    if libraries := [kind for kind, _ in hidden if _is_of_library(kind)]:
         remedy = f"no pipeline trains with {libraries[0].__name__}; derive from PipelineTrainer, and compute its loss in compute_loss"
     raise InputError(
         "{cls} would ignore {got}, since {mixin} comes first and replaces it",
         cls=cls.__name__,
-        got=", ".join(method for methods in hidden.values() for method in methods),
+        got=", ".join(method for _, method in hidden),
         mixin=mixin.__name__,
         remedy=remedy,
     )

@@ -114,11 +114,11 @@ def with_other_labels(
         labels, of_batch = samples.get(name), batch.get(name)
         if not isinstance(labels, Tensor) or not isinstance(of_batch, Tensor) or labels.dtype not in (torch.int64, torch.int32):
             return None
-        known = torch.unique(of_batch[of_batch >= 0]).cpu()
-        if not len(known):
+        classes = torch.unique(of_batch[of_batch >= 0]).cpu()
+        if not len(classes):
             return None
-        has_row_per_class = labels.ndim > 1 and labels.shape[1] == num_classes and int(known.max()) <= 1
-        legal = torch.arange(num_classes) if int(known.max()) < num_classes and not has_row_per_class else known
+        has_row_per_class = labels.ndim > 1 and labels.shape[1] == num_classes and int(classes.max()) <= 1
+        legal = torch.arange(num_classes) if int(classes.max()) < num_classes and not has_row_per_class else classes
         random = legal[torch.randint(len(legal), labels.shape, generator=generator, device="cpu")].to(labels)
         changed[name] = torch.where(labels < 0, labels, random)
     return changed if names else None

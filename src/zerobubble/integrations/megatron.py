@@ -137,8 +137,8 @@ class _Stage(nn.Module):
             call.num_tokens.append(num_tokens)
             if call.forward_only:  # the caller gets what is stored
                 return x.new_zeros(())
-        found: Tensor = output
-        return found
+        loss: Tensor = output
+        return loss
 
 
 class Player:
@@ -230,8 +230,8 @@ class Player:
         def loss_fn(output: Tensor, _: Tensor) -> Tensor:
             return output if config.grad_scale_func is None else config.grad_scale_func(output)
 
-        given = {"scale": "none", "group": group, "main_grad": buffered, **self._options}
-        return zb.Pipeline(self._stages, self._schedule, num_microbatches, loss_fn, **given)
+        options = {"scale": "none", "group": group, "main_grad": buffered, **self._options}
+        return zb.Pipeline(self._stages, self._schedule, num_microbatches, loss_fn, **options)
 
 
 def use_schedule(schedule: str | Schedule | Plan, **options: Any) -> Player:
@@ -243,8 +243,8 @@ def use_schedule(schedule: str | Schedule | Plan, **options: Any) -> Player:
     player = Player(schedule, **options)
 
     def get_forward_backward_func(*sizes: int | None, **named: int | None) -> Callable[..., Any]:
-        found: Callable[..., Any] = original(*sizes, **named)
-        return found if found is schedules.forward_backward_no_pipelining else player
+        function: Callable[..., Any] = original(*sizes, **named)
+        return function if function is schedules.forward_backward_no_pipelining else player
 
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
@@ -255,14 +255,14 @@ def use_schedule(schedule: str | Schedule | Plan, **options: Any) -> Player:
 
 def _groups() -> Any:
     """Returns the process groups that Megatron's own functions use."""
-    found: Any = ProcessGroupCollection()
-    found.tp = parallel_state.get_tensor_model_parallel_group()
-    found.pp = parallel_state.get_pipeline_model_parallel_group()
-    found.cp = parallel_state.get_context_parallel_group()
-    found.embd = parallel_state.get_embedding_group(check_initialized=False)
-    found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    found.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return found
+    groups: Any = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
 
 
 def _refuse(schedule: Schedule, num_chunks: int, config: Any) -> None:
@@ -302,5 +302,5 @@ def _linear(layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None = Non
     """The product of a parallel linear layer, whose weight gradient W computes unless Megatron's own function must."""
     if weight.requires_grad and not any(options.get(name) for name in EXCHANGED_OR_FUSED):
         return linear(input, weight, bias)
-    found: Tensor = type(layer)._forward_impl(layer, input, weight, bias=bias, **options)
-    return found
+    product: Tensor = type(layer)._forward_impl(layer, input, weight, bias=bias, **options)
+    return product

@@ -41,12 +41,12 @@ def pipelining_schedule(
     if not stages:
         raise wrong("stages", "an empty list", "the stages of this rank")
     rank, num_stages = dist.get_rank(stages[0].group), stages[0].num_stages
-    own, given = sorted(stage for _, stage in schedule.placement.stages(rank)), sorted(stage.stage_index for stage in stages)
+    placed, numbers = sorted(stage for _, stage in schedule.placement.stages(rank)), sorted(stage.stage_index for stage in stages)
     faults = []
     if num_stages != schedule.num_stages:
         faults.append(f"stages has {num_stages} stages, and {schedule.name} {schedule.num_stages}")
-    if given != own:
-        faults.append(f"rank {rank} gives stages {given}, and {schedule.name} places {own} there")
+    if numbers != placed:
+        faults.append(f"rank {rank} gives stages {numbers}, and {schedule.name} places {placed} there")
     raise_faults(faults)
     make: Any = schedules._PipelineScheduleRuntime
     runtime = make(list(stages), schedule.num_microbatches, loss_fn, **options)

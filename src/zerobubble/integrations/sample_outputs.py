@@ -94,10 +94,10 @@ def _are_strided(whole: Any, samples: Sequence[Any]) -> bool:
     """Whether the rows of a sample are as far apart as there are samples, as if several views of a batch were concatenated."""
     count = len(samples)
     leaves = zip(*map(pytree.tree_leaves, (whole, *samples)), strict=False)
-    several = [each for each in leaves if all(isinstance(leaf, Tensor) and leaf.dim() for leaf in each)]
+    several = [corresponding for corresponding in leaves if all(isinstance(leaf, Tensor) and leaf.dim() for leaf in corresponding)]
     return any(
         not torch.equal(part, alone)
-        for together, *each in several
-        if each and together.size(0) == count * each[0].size(0) > count
-        for part, alone in zip(together.tensor_split(count), each, strict=True)
+        for together, *alone_parts in several
+        if alone_parts and together.size(0) == count * alone_parts[0].size(0) > count
+        for part, alone in zip(together.tensor_split(count), alone_parts, strict=True)
     )

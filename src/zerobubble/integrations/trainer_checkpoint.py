@@ -43,9 +43,9 @@ def load_optimizer_of_one_device(checkpoint: str, optimizer: torch.optim.Optimiz
         )
     states: dict[int, Any] = {}
     own_groups = []
-    for group, whole, own in zip(saved["param_groups"], groups, optimizer.param_groups, strict=True):
+    for group, whole, of_rank in zip(saved["param_groups"], groups, optimizer.param_groups, strict=True):
         numbers = dict(zip(whole, group["params"], strict=True))
-        own_numbers = [numbers[parameter] for parameter in own["params"]]
+        own_numbers = [numbers[parameter] for parameter in of_rank["params"]]
         own_groups.append({name: value for name, value in group.items() if name != "param_names"} | {"params": own_numbers})
         states |= {number: saved["state"][number] for number in own_numbers if number in saved["state"]}
     states = pytree.tree_map_only(Tensor, Tensor.clone, states)  # the file, which is mapped into memory, may be replaced

@@ -17,7 +17,7 @@ from torch import nn
 
 from zerobubble.cost_model import Experts, Latent, Model
 from zerobubble.errors import InputError
-from zerobubble.integrations.described_run import Run, not_described
+from zerobubble.integrations.described_run import DescribedRun, not_described
 from zerobubble.integrations.transformers import default_microbatches
 from zerobubble.whole_files import unusable
 
@@ -28,19 +28,19 @@ TOLERANCE = 0.005
 """The largest relative difference between the parameters of a model and those of its shape, which has no norms and biases."""
 
 
-def read_run(file: str, ranks: int | None, microbatches: int | None) -> Run:
+def read_run(file: str, ranks: int | None, microbatches: int | None) -> DescribedRun:
     """Returns the run that a file of arguments describes, on `ranks` in `microbatches`, by default as many as `PipelineTrainer` takes.
 
     Raises:
         InputError: With everything in the file that cannot be planned for.
     """
-    given = _arguments(file)
-    faults = list(_faults(given))
+    arguments = _arguments(file)
+    faults = list(_faults(arguments))
     if ranks is None:
         faults.append("Trainer has no number of pipeline ranks: give --ranks")
     if faults or ranks is None:
         raise InputError("{file}: {reason}", file=file, reason="; ".join(faults))
-    samples = given.get("per_device_train_batch_size", 8)
+    samples = arguments.get("per_device_train_batch_size", 8)
     parts = microbatches if microbatches is not None else default_microbatches(ranks, samples)
     if parts > samples:
         raise InputError(
@@ -51,10 +51,10 @@ def read_run(file: str, ranks: int | None, microbatches: int | None) -> Run:
             file=file,
         )
     model, names, positions = _described(
-        given[_found(given, MODELS)], given[_found(given, LENGTHS)], given.get("attn_implementation") != "eager"
+        arguments[_found(arguments, MODELS)], arguments[_found(arguments, LENGTHS)], arguments.get("attn_implementation") != "eager"
     )
-    recompute = "full" if given.get("gradient_checkpointing") else "none"
-    return Run(model, names, ranks, parts, samples // parts, recompute, positions=positions)
+    recompute = "full" if arguments.get("gradient_checkpointing") else "none"
+    return DescribedRun(model, names, ranks, parts, samples // parts, recompute, positions=positions)
 
 
 def _arguments(file: str) -> Mapping[str, Any]:
@@ -69,25 +69,26 @@ def _arguments(file: str) -> Mapping[str, Any]:
     return read
 
 
-def _found(given: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    return next((name for name in names if given.get(name) is not None), "")
+def _found(arguments: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    return next((name for name in names if arguments.get(name) is not None), "")
 
 
-def _faults(given: Mapping[str, Any]) -> Iterator[str]:
+def _faults(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Lists missing arguments, and arguments that a pipeline or the cost model does not support."""
-    if not isinstance(given.get(_found(given, MODELS)), str):
+    if not isinstance(arguments.get(_found(arguments, MODELS)), str):
         yield f"it names no model: give {MODELS[0]}, a folder with a config.json or a name on the hub"
-    counts = {"per_device_train_batch_size": given.get("per_device_train_batch_size", 8)}
-    if length := _found(given, LENGTHS):
-        counts[length] = given[length]
+    counts = {"per_device_train_batch_size": arguments.get("per_device_train_batch_size", 8)}
+    if length := _found(arguments, LENGTHS):
+        counts[length] = arguments[length]
     else:
         yield f"it has no length of sequences: give {LENGTHS[0]}"
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             yield f"{name} must be a whole number of at least 1, got {count!r}"
-    if not (given.get("bf16") or given.get("fp16") or given.get("dtype", given.get("torch_dtype")) in ("bfloat16", "float16")):
+    dtype = arguments.get("dtype", arguments.get("torch_dtype"))
+    if not (arguments.get("bf16") or arguments.get("fp16") or dtype in ("bfloat16", "float16")):
         yield "it trains in float32, for which data sheets have no times of matrix products: give bf16"
-    if given.get("auto_find_batch_size"):
+    if arguments.get("auto_find_batch_size"):
         yield "auto_find_batch_size leaves the batch open: give per_device_train_batch_size"
 
 
@@ -116,8 +117,8 @@ def _described(path: str, sequence: int, fused_attention: bool) -> tuple[Model, 
 
 def _positions(module: Any) -> int:
     """Returns the number of parameters of tables of learned positions: embeddings that are not those of tokens."""
-    of_tokens = (module.get_input_embeddings(), module.get_output_embeddings())
-    tables = [each for each in module.modules() if isinstance(each, nn.Embedding) and not any(each is known for known in of_tokens)]
+    of_tokens = {module.get_input_embeddings(), module.get_output_embeddings()}
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding) and part not in of_tokens]
     return sum(table.weight.numel() for table in tables)
 
 
@@ -126,14 +127,14 @@ def _names(module: Any, layers: int) -> tuple[str, ...] | None:
     has none or is defined before the layers. Returns None if the module has no such list.
     """
     modules = dict(module.named_modules())
-    embedding = next((name for name, each in modules.items() if each is module.get_input_embeddings()), "")
-    for name, each in modules.items():
-        if isinstance(each, nn.ModuleList) and len(each) == layers:
+    embedding = next((name for name, part in modules.items() if part is module.get_input_embeddings()), "")
+    for name, layers_list in modules.items():
+        if isinstance(layers_list, nn.ModuleList) and len(layers_list) == layers:
             parent = name.rpartition(".")[0]
             children = list(modules[parent].named_children())
-            after = [child for _, child in children].index(each) + 1
+            after = [child for _, child in children].index(layers_list) + 1
             head = [f"{parent}.{child}" for child, later in children[after:] if any(True for _ in later.parameters())]
-            head += [found for found, each in modules.items() if each is module.get_output_embeddings()]
+            head += [other for other, part in modules.items() if part is module.get_output_embeddings()]
             return (embedding, *(f"{name}.{number}" for number in range(layers)), head[0]) if head and embedding else None
     return None
 

@@ -133,8 +133,8 @@ class PipelineMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self._whole_outputs = WholeOutputs(self._from_last_stage)
         self._computed = TrainerLoss(self, loss_weight, self._options.get("batch_dims", {}), self._merged_attributes)
-        if found := self._wrong_options():
-            raise InputError("{trainer} cannot train with {faults}", trainer=type(self).__name__, faults="; ".join(found))
+        if faults := self._wrong_options():
+            raise InputError("{trainer} cannot train with {faults}", trainer=type(self).__name__, faults="; ".join(faults))
         self._num_replicas, self._replica = self._replicas()
         self._pipeline_size = dist.get_world_size() // self._num_replicas
         self.accelerator.prepare_data_loader = self._prepare_data_loader
@@ -281,13 +281,13 @@ class PipelineMixin(_Trainer):
 
     def _keep_parameters_of_stages(self) -> None:
         """Takes the parameters of other ranks' stages from the optimizer, which a subclass may have made of all parameters."""
-        own = {id(parameter) for parameter in self.pipeline.parameters()}
-        others = {id(parameter) for parameter in self.model.parameters()} - own
+        here = {id(parameter) for parameter in self.pipeline.parameters()}
+        others = {id(parameter) for parameter in self.model.parameters()} - here
         if not isinstance(self.optimizer, AcceleratedOptimizer):  # the first time
             self._given_groups = [list(group["params"]) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in others]
-        if {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]} - own:
+        if {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]} - here:
             remedy = "make it of model.parameters(), and what else is trained, such as a head of the trainer, a module of the model"
             raise InputError("the optimizer has parameters that are not those of trainer.model", remedy=remedy)
 
@@ -457,8 +457,8 @@ class PipelineMixin(_Trainer):
         dims = self._options.get("batch_dims")
         samples = num_samples(inputs, dims)
         counts = nums_counted(self.accelerator, samples, self._num_replicas)
-        own = max(counts[self._replica], 1)
-        whole, inputs = inputs, inputs if own == samples else samples_of(inputs, range(own), dims)
+        here = max(counts[self._replica], 1)
+        whole, inputs = inputs, inputs if here == samples else samples_of(inputs, range(here), dims)
         count = min(self._computed.num_microbatches(whole), max(counts[-1], 1))
         returns_outputs = self._needs_outputs(loss_only)
         batch: Batch | None = None
@@ -469,12 +469,12 @@ class PipelineMixin(_Trainer):
                 self._computed.drop(batch)
             batch = self._computed.begin(whole, num_items, 1.0, count, trains=False, returns_outputs=returns_outputs, counted=inputs)
             _, output = self.pipeline.eval_step(batch.arguments, batch.targets, num_microbatches=count)
-            found = None
+            evaluated = None
             if output is not None:
                 outputs = None if loss_only else batch.joined_outputs()
                 rest = None if outputs is None or isinstance(outputs, Mapping) else outputs[1:]
-                found = self._computed.own_loss(batch), _values(outputs, (*ignored, "loss"), rest)
-            return self._from_last_stage(found)
+                evaluated = self._computed.own_loss(batch), _values(outputs, (*ignored, "loss"), rest)
+            return self._from_last_stage(evaluated)
 
         with replaced(self, _is_counted=counts[self._replica] > 0):
             num_items = self._get_num_items_in_batch([inputs], self.args.device)
@@ -482,7 +482,7 @@ class PipelineMixin(_Trainer):
         assert batch is not None
         self._computed.finish(batch)
         loss = self._computed.loss_of_replicas(batch, loss)
-        return loss, outputs if own == samples else pytree.tree_map(partial(_with_rows, rows=own, samples=samples), outputs)
+        return loss, outputs if here == samples else pytree.tree_map(partial(_with_rows, rows=here, samples=samples), outputs)
 
     def _outputs(self, inputs: dict[str, Any], ignored: list[str], loss_only: bool) -> tuple[None, Any]:
         """Returns the outputs of the model for a batch without labels, on every rank."""
@@ -528,10 +528,10 @@ class PipelineMixin(_Trainer):
         group = dist.group.WORLD if self._mesh is None else self._mesh.get_group("pp")
         return set(dist.get_process_group_ranks(group))
 
-    def _from_last_stage(self, found: Any) -> Any:
-        """Returns, on all ranks of the pipeline, what the rank of the last stage has `found`."""
+    def _from_last_stage(self, value: Any) -> Any:
+        """Returns, on all ranks of the pipeline, the `value` that the rank of the last stage passes."""
         group = dist.group.WORLD if self._mesh is None else self._mesh.get_group("pp")
-        return from_last_stage(self.pipeline, found, group, self.args.device)
+        return from_last_stage(self.pipeline, value, group, self.args.device)
 
     # Checkpoints
 

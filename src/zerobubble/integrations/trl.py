@@ -107,8 +107,8 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs on every rank, with the metrics that the rank of the last stage has computed."""
-        own = {mode: dict(metrics) for mode, metrics in self._metrics.items()} if self._has_last_stage else None
-        for mode, metrics in self._from_last_stage(own).items():
+        metrics_here = {mode: dict(metrics) for mode, metrics in self._metrics.items()} if self._has_last_stage else None
+        for mode, metrics in self._from_last_stage(metrics_here).items():
             self._metrics[mode].update(metrics)
         super().log(logs, start_time)
 
@@ -117,4 +117,4 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
             "activation_offloading": (self.args.activation_offloading, "give offload in pipeline_options"),
             "padding_free": (self.padding_free, 'use packing_strategy="wrapped"; one row of all samples cannot be cut into microbatches'),
         }
-        return super()._wrong_options() + [f"{name}: {remedy}" for name, (given, remedy) in wrong.items() if given]
+        return super()._wrong_options() + [f"{name}: {remedy}" for name, (value, remedy) in wrong.items() if value]

@@ -67,7 +67,7 @@ def names_of_stages(model: Any, parallelism: Any, num_stages: int, first_layers:
     torchtitan. Raises `InputError` if they do not give `num_stages` stages, or a stage without the layers that torchtitan needs.
     """
     names = _names(model, parallelism, num_stages, first_layers)
-    bare = [str(stage) for stage, own in enumerate(names) if not any(name.startswith("layers.") for name in own)]
+    bare = [str(stage) for stage, of_stage in enumerate(names) if not any(name.startswith("layers.") for name in of_stage)]
     if bare and parallelism.context_parallel_degree > 1 and parallelism.spmd_backend == PARTIAL_DTENSOR:
         raise InputError(
             "torchtitan's context parallelism needs a layer in every stage with spmd_backend={backend!r}, and stages {got} have none",
@@ -79,16 +79,16 @@ def names_of_stages(model: Any, parallelism: Any, num_stages: int, first_layers:
 
 
 def _names(model: Any, parallelism: Any, num_stages: int, first_layers: Sequence[str]) -> list[list[str]]:
-    given = parallelism.module_fqns_per_model_part
-    if given is not None:
-        if len(given) != num_stages:
+    listed = parallelism.module_fqns_per_model_part
+    if listed is not None:
+        if len(listed) != num_stages:
             raise InputError(
                 "parallelism.module_fqns_per_model_part has {got} parts, but the schedule has {expected} stages: give one list for each",
                 argument="module_fqns_per_model_part",
-                got=len(given),
+                got=len(listed),
                 expected=num_stages,
             )
-        return [list(names) for names in given]
+        return [list(names) for names in listed]
     num_layers = len(model.layers)
     if first_layers:
         names = _cut_at([*FIRST, *(f"layers.{number}" for number in range(num_layers)), *LAST], first_layers)

@@ -20,7 +20,7 @@ from zerobubble.cost_model.gpus import known_gpu
 from zerobubble.cost_model.held import RUNTIME_BYTES
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError, raise_faults
-from zerobubble.integrations.described_run import Run
+from zerobubble.integrations.described_run import DescribedRun
 from zerobubble.integrations.torchtitan.cut import PARTIAL_DTENSOR, exchange_local_tensors, names_of_stages, part_of
 from zerobubble.integrations.torchtitan.schedule import TitanSchedule
 from zerobubble.integrations.torchtitan.shape import run_of
@@ -89,13 +89,13 @@ def pipelining_fn(
             dp_shard = parallel_dims.dp_shard
             dp = parallel_dims.dp_replicate * dp_shard
             run = run_of(model_config, type(model).__name__, training, parallelism, ac_config, dp=dp, dp_shard=dp_shard)
-            found: Schedule | Plan = _planned(run, gpu, parallelism)
+            planned: Schedule | Plan = _planned(run, gpu, parallelism)
         else:
-            found = _schedule_of(schedule, parallelism, model, num_microbatches)
-        played = _played(found)
+            planned = _schedule_of(schedule, parallelism, model, num_microbatches)
+        played = _played(planned)
         _refuse(played, parallel_dims, parallelism, num_microbatches)
         rank = parallel_dims.get_mesh("pp").get_local_rank()
-        first_layers = found.problem.first_layers if isinstance(found, Plan) else ()
+        first_layers = planned.problem.first_layers if isinstance(planned, Plan) else ()
         names = names_of_stages(model, parallelism, played.num_stages, first_layers)
         stages = sorted({stage for _, stage in played.placement.stages(rank)})
         cut = {stage: part_of(model, names[stage]) for stage in stages}
@@ -117,8 +117,8 @@ def pipelining_fn(
             for part in cut.values()
         ]
         mesh_option = {"mesh": _mesh_of(parallel_dims, device)} if parallel_dims.world_size > parallel_dims.pp else {}
-        made = TitanSchedule(parts, found, num_microbatches, loss_fn, {**mesh_option, **options})
-        return made, parts, 0 in stages, played.num_stages - 1 in stages
+        pipeline = TitanSchedule(parts, planned, num_microbatches, loss_fn, {**mesh_option, **options})
+        return pipeline, parts, 0 in stages, played.num_stages - 1 in stages
 
     return fn
 
@@ -165,42 +165,43 @@ def _name_for(schedule: str | os.PathLike[str] | Schedule | Plan) -> str:
     """Returns torchtitan's name of a schedule that ends on the same rank; for "auto", on the first rank, as `_planned` then does."""
     if schedule == AUTO:
         return ENDS_ON_FIRST_RANK
-    found = _read(schedule) if not isinstance(schedule, str) or _is_path(schedule) else zb.make(_own_name(schedule), 2, 4)
-    return _name_ending_on(_last_rank(_played(found)))
+    planned = _read(schedule) if not isinstance(schedule, str) or _is_path(schedule) else zb.make(_own_name(schedule), 2, 4)
+    return _name_ending_on(_last_rank(_played(planned)))
 
 
-def _played(found: Schedule | Plan) -> Schedule:
-    return found.schedule if isinstance(found, Plan) else found
+def _played(planned: Schedule | Plan) -> Schedule:
+    return planned.schedule if isinstance(planned, Plan) else planned
 
 
 def _name_ending_on(rank: int) -> str:
     return ENDS_ON_FIRST_RANK if rank == 0 else ENDS_ON_LAST_RANK
 
 
-def _planned(run: Run, gpu: str | None, parallelism: Any) -> Plan:
+def _planned(run: DescribedRun, gpu: str | None, parallelism: Any) -> Plan:
     """Returns a plan of cut and schedule that ends on the rank whose loss torchtitan logs. It is the same on every rank."""
     if gpu is None:
         raise InputError('schedule="auto" needs the name of a GPU, whose data sheet gives the times: give gpu="H100"', argument="gpu")
     layers, last = run.layers(gpu), _logging_rank(parallelism, run.pp)
     ranks = run.pp
-    known = (
+    placements = (
         Placement.linear(ranks),
         *(Placement.looped(ranks, count) for count in (2, 3, 4)),
         Placement.vee(ranks),
         Placement.wave(ranks, 2),
     )
-    tried = {f"{one.name}-{one.stages_per_rank}": one for one in known if one.routes[0][-1] == last and one.num_stages <= len(layers)}
+    fitting = [placement for placement in placements if placement.routes[0][-1] == last and placement.num_stages <= len(layers)]
+    tried = {f"{placement.name}-{placement.stages_per_rank}": placement for placement in fitting}
     limits = Limits((known_gpu(gpu).memory_bytes - RUNTIME_BYTES,) * ranks)
     return zb.plan(layers, run.num_microbatches, limits, placements=tried, evaluations=EVALUATIONS)
 
 
-def _schedule_of(given: Any, parallelism: Any, model: Any, num_microbatches: int) -> Schedule | Plan:
+def _schedule_of(configured: Any, parallelism: Any, model: Any, num_microbatches: int) -> Schedule | Plan:
     """Returns the schedule or plan for this run."""
-    if given is None:
-        given = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
-    if not isinstance(given, str) or _is_path(given):
-        return _read(given)
-    arguments = _own_name(given), parallelism.pipeline_parallel_degree, num_microbatches
+    if configured is None:
+        configured = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+    if not isinstance(configured, str) or _is_path(configured):
+        return _read(configured)
+    arguments = _own_name(configured), parallelism.pipeline_parallel_degree, num_microbatches
     try:
         return zb.make(*arguments, _stages_per_rank(parallelism, model))
     except InputError:
@@ -213,19 +214,19 @@ def _own_name(name: str) -> str:
     return NAMES.get(name.lower(), name)
 
 
-def _is_path(given: str) -> bool:
-    """Whether `given` is the path of a file, not the name of a schedule: it has a suffix, or the file exists."""
-    return bool(Path(given).suffix) or Path(given).is_file()
+def _is_path(text: str) -> bool:
+    """Whether `text` is the path of a file, not the name of a schedule: it has a suffix, or the file exists."""
+    return bool(Path(text).suffix) or Path(text).is_file()
 
 
-def _read(given: Any) -> Schedule | Plan:
-    """Returns the given schedule or plan, or reads it from the given file."""
-    if isinstance(given, (Schedule, Plan)):
-        return given
-    loaded = zb.io.load_document(given)
+def _read(source: Any) -> Schedule | Plan:
+    """Returns `source` if it is a schedule or plan, and otherwise reads it from the file at this path."""
+    if isinstance(source, (Schedule, Plan)):
+        return source
+    loaded = zb.io.load_document(source)
     if not isinstance(loaded, (Schedule, Plan)):
         raise InputError(
-            "{got} has a {kind}: give the file of a plan or a schedule", got=str(given), kind=type(loaded).__name__, argument="schedule"
+            "{got} has a {kind}: give the file of a plan or a schedule", got=str(source), kind=type(loaded).__name__, argument="schedule"
         )
     return loaded
 
@@ -233,9 +234,9 @@ def _read(given: Any) -> Schedule | Plan:
 def _stages_per_rank(parallelism: Any, model: Any) -> int | None:
     """Returns the number of stages per rank that the configuration implies; None if it leaves that open."""
     per_stage = parallelism.pipeline_parallel_layers_per_stage
-    given = parallelism.module_fqns_per_model_part
-    if given is not None:
-        return max(1, len(given) // parallelism.pipeline_parallel_degree)
+    listed = parallelism.module_fqns_per_model_part
+    if listed is not None:
+        return max(1, len(listed) // parallelism.pipeline_parallel_degree)
     if per_stage is None:
         return None
     count = len(model.layers) + parallelism.pipeline_parallel_first_stage_less_layers
@@ -263,13 +264,13 @@ def _logging_rank(parallelism: Any, num_ranks: int) -> int:
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
-    known = sorted(set(inspect.signature(zb.Pipeline).parameters) - OWN)
-    if wrong := [name for name in options if name not in known]:
+    accepted = sorted(set(inspect.signature(zb.Pipeline).parameters) - OWN)
+    if wrong := [name for name in options if name not in accepted]:
         raise InputError(
             "a pipeline in torchtitan has no option {got}: its losses, ranks and schedule come from torchtitan; the options are {expected}",
             argument=wrong[0],
             got=", ".join(wrong),
-            expected=", ".join(known),
+            expected=", ".join(accepted),
         )
 
 

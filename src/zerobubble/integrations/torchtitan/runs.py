@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from zerobubble.errors import InputError
-from zerobubble.integrations.described_run import Run
+from zerobubble.integrations.described_run import DescribedRun
 from zerobubble.integrations.torchtitan import config_registry
 from zerobubble.integrations.torchtitan.shape import run_of
 
 
-def read_run(name: str, ranks: int | None, microbatches: int | None) -> Run:
+def read_run(name: str, ranks: int | None, microbatches: int | None) -> DescribedRun:
     """Returns the run of a configuration: one of torchtitan, such as `llama3_8b`, or of another module, such as `my.package:llama3_8b`.
 
     `ranks` and `microbatches` replace those of the configuration.
@@ -26,15 +26,15 @@ def read_run(name: str, ranks: int | None, microbatches: int | None) -> Run:
         make = getattr(registry, config)
     except (ImportError, AttributeError) as error:
         raise InputError("torchtitan has no configuration {got!r}: {reason}", got=name, reason=str(error)) from error
-    found = make()
-    sizes, training = found.parallelism, found.training
+    configuration = make()
+    sizes, training = configuration.parallelism, configuration.training
     dp_shard = max(1, sizes.data_parallel_shard_degree)
     run = run_of(
-        found.model_spec.model,
-        f"{found.model_spec.name} {found.model_spec.flavor}",
+        configuration.model_spec.model,
+        f"{configuration.model_spec.name} {configuration.model_spec.flavor}",
         training,
         sizes,
-        found.activation_checkpoint,
+        configuration.activation_checkpoint,
         dp=sizes.data_parallel_replicate_degree * dp_shard,
         dp_shard=dp_shard,
     )

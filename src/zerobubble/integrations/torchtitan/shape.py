@@ -8,14 +8,14 @@ from typing import Any
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from zerobubble.cost_model import Experts, Latent, Model
-from zerobubble.integrations.described_run import Run, not_described
+from zerobubble.integrations.described_run import DescribedRun, not_described
 
 
-def run_of(model: Any, name: str, training: Any, parallelism: Any, ac_config: Any, *, dp: int, dp_shard: int) -> Run:
+def run_of(model: Any, name: str, training: Any, parallelism: Any, ac_config: Any, *, dp: int, dp_shard: int) -> DescribedRun:
     """Returns the run of these parts of a configuration, with `dp` replicas, sharded over `dp_shard` ranks."""
     size = parallelism.pipeline_parallel_microbatch_size
     shape = model_of(model, name, training.seq_len)
-    return Run(
+    return DescribedRun(
         model=shape,
         names=("tok_embeddings", *(f"layers.{number}" for number in range(shape.layers)), "norm"),
         pp=parallelism.pipeline_parallel_degree,
