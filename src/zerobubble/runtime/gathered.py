@@ -194,7 +194,8 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
         _open(runner, plan.values())
         for name, tensor in tensors.items():
             _exchange(runner, tensor, held.get(name), plan[name], wanted=wanted)
-        for wrapper in (tensor for tensor in every.values() if wanted and is_wrapper(tensor) and is_released(tensor)):
+        wrappers = filter(is_wrapper, every.values()) if wanted else ()
+        for wrapper in filter(is_released, wrappers):
             refill(wrapper, wrapper)
     return Gathering(tensors, {name: exchange.holders for name, exchange in plan.items()})
 

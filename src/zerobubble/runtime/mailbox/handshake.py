@@ -225,8 +225,8 @@ class StepHandshake:
             self._sending += [self._peers.send_control(plays, rank) for rank in self._children]
         if start.announced_from == 0:
             self._known[start.key] = KnownMessages()
-        known, announced = self._known[start.key], self._announced(start.announced_from)
-        return StepMessages(known, announced, start.batch_size, plays.order, plays.passes, start.data)
+        shapes, announced = self._known[start.key], self._announced(start.announced_from)
+        return StepMessages(shapes, announced, start.batch_size, plays.order, plays.passes, start.data)
 
     def refuse(self, call: int) -> StepStart | None:
         """Forwards to the ranks behind that the `call` is refused. Returns the start that this rank received instead, if any.
@@ -298,14 +298,14 @@ class StepHandshake:
         with others.collective("comparing steps with the pipelines whose stages communicate with this one"):
             gathered = others.gather_objects((start.numbers(), mine, None if ahead is None else ahead.digest))
         starts = [StepStart.of_numbers(numbers) for numbers, _, _ in gathered]
-        if len({(one.call, one.schedule) for one in starts}) > 1:
-            begun = ", ".join(f"rank {rank} {one} in call {one.call}" for rank, one in zip(others.members, starts, strict=True))
-            differs = "" if len({(one.call, one.schedule[:2]) for one in starts}) > 1 else " in another order"
+        if len({(begun.call, begun.schedule) for begun in starts}) > 1:
+            steps = ", ".join(f"rank {rank} {begun} in call {begun.call}" for rank, begun in zip(others.members, starts, strict=True))
+            differs = "" if len({(begun.call, begun.schedule[:2]) for begun in starts}) > 1 else " in another order"
             raise InputError(
                 "the stages of ranks {ranks} communicate in every pass, but the ranks begin different steps{difference}: {steps}; {remedy}",
                 ranks=", ".join(map(str, others.members)),
                 difference=differs,
-                steps=begun,
+                steps=steps,
                 remedy="call the same methods with the same num_microbatches and schedule on each",
             )
         if ahead is not None and all(digest == ahead.digest for _, _, digest in gathered):

@@ -106,13 +106,13 @@ class Mailbox:
             else:
                 self._notices[source] = expect_notices(peers, source)
 
-    def begin(self, known: KnownMessages, announced: frozenset[int]) -> None:
-        """Begins a step with the shapes `known` from an earlier one, to which those of messages with the ranks `announced` are added."""
-        self._known = known
+    def begin(self, messages: KnownMessages, announced: frozenset[int]) -> None:
+        """Begins a step with the `messages` of an earlier step, and adds the shapes of messages with the ranks `announced` to them."""
+        self._known = messages
         self._announced = announced
         self._whole = None if announced else self._whole_messages
         if self._whole is not None:
-            self._whole.begin(known, self._shapes, self._largest_shapes)
+            self._whole.begin(messages, self._shapes, self._largest_shapes)
         self._frozen.clear()
         for outgoing in self._missing_senders.values():
             outgoing.begin()
@@ -239,17 +239,17 @@ class Mailbox:
 
     def _check(self, value: Value, tensors: Tensors, *, is_announced: bool) -> None:
         """Compares the sent value with that of earlier steps, or records its shapes."""
-        known = self._known
+        messages = self._known
         structure = None if type(tensors) is tuple else structure_of(tensors)
         if is_announced or not all(map(is_plain, tensors)):
             self._refuse_what_cannot_be_sent(value, tensors)
         if is_announced:
-            known[value] = shapes_of(tensors)
+            messages[value] = shapes_of(tensors)
             if structure is not None:
-                known.structures[value] = structure
-        elif (known.structures or structure is not None) and known.structures.get(value) != structure:
-            raise _changed_structure(value, known.structures.get(value), structure)
-        elif not have_shapes(tensors, known[value]):
+                messages.structures[value] = structure
+        elif (messages.structures or structure is not None) and messages.structures.get(value) != structure:
+            raise _changed_structure(value, messages.structures.get(value), structure)
+        elif not have_shapes(tensors, messages[value]):
             self._change(value, tensors)
 
     def _refuse_what_cannot_be_sent(self, value: Value, tensors: Tensors) -> None:

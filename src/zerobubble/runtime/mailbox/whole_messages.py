@@ -32,18 +32,18 @@ class WholeMessages:
         self.put: dict[tuple[Value, int], Put] = {}
         self.take: dict[Value, Take] = {}
 
-    def begin(self, known: KnownMessages, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
-        """Switches to the lanes for the messages of `known`, which are created the first time.
+    def begin(self, messages: KnownMessages, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
+        """Switches to the lanes for these `messages`, which are created the first time.
 
         `shapes` returns the shapes of a message, and `largest` those that `change` may give it later.
         """
-        key = id(known)
+        key = id(messages)
         if key not in self._made:
             if len(self._made) == MOST_KEPT:
                 del self._made[next(iter(self._made))]
             self._lanes, self.put, self.take = {}, {}, {}
             self._make(shapes, largest)
-            self._made[key] = known, self._lanes, self.put, self.take
+            self._made[key] = messages, self._lanes, self.put, self.take
         _, self._lanes, self.put, self.take = self._made[key]
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class WholeMessages:
         self._lanes, self.put, self.take = {}, {}, {}
 
     def change(self, value: Value, shapes: Shapes) -> None:
-        """Gives `value` these shapes from now on, with the same `known`. Both ends of its channel must do so before it is sent."""
+        """Gives `value` these shapes from now on, with the same messages. Both ends of its channel must do so before it is sent."""
         for channel, values in self._messages.items():
             if value in values:
                 self._use(channel, value, shapes)
@@ -87,10 +87,10 @@ def traffic_of(program: Program, rank: int) -> dict[Channel, Traffic]:
 
 def _at_once_on(program: Program, channels: Iterable[Channel]) -> dict[Channel, int]:
     """Returns how many receives these channels, and others into the same ranks, have posted but not used at any time, at most."""
-    found: dict[Channel, int] = {}
+    counts: dict[Channel, int] = {}
     for rank in {channel.destination for channel in channels}:
-        found |= posted_at_once(program, rank)
-    return found
+        counts |= posted_at_once(program, rank)
+    return counts
 
 
 def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:

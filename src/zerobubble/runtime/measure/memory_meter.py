@@ -97,9 +97,9 @@ class _NothingRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Saved tensors are returned detached, so `detach` is allowed.
     """
 
-    def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, _: Any, arguments: Any = (), named: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:
-            return function(*given, **(named or {}))
+            return function(*arguments, **(named or {}))
         raise RuntimeError("reading a graph computes nothing")
 
 

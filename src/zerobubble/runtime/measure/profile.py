@@ -77,8 +77,8 @@ def _passes(
     down = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage, microbatch) == rank]
     back = [(kind, stage) for stage in down[::-1] for kind in (recompute_kinds.get(stage), backward) if kind is not None]
     part = parts.get(rank, [])
-    before = [each for each in part if Collective.GRADIENT in traits_of(each[0]).gives or each == part[0]]
-    after = [each for each in part if each not in before]
+    before = [head_pass for head_pass in part if Collective.GRADIENT in traits_of(head_pass[0]).gives or head_pass == part[0]]
+    after = [head_pass for head_pass in part if head_pass not in before]
     order = [*((Kind.F, stage) for stage in down), *before, *back, *after, *((Kind.W, stage) for stage in down[::-1] if backward is Kind.B)]
     return [Op(kind, stage, microbatch) for kind, stage in order]
 
@@ -179,9 +179,9 @@ def with_level_of(costs: Costs, name: str, measured: Costs) -> Costs:
     Times of R and bytes of F are scaled by the ratio of times and bytes in the same steps, which cancels variations of the machine's speed.
     """
     pairs = zip(measured.column("recompute"), measured.forward, costs.forward, strict=True)
-    recompute = [round(own * time / forward) if forward else time for time, forward, own in pairs]
+    recompute = [round(cost * time / forward) if forward else time for time, forward, cost in pairs]
     kept = zip(measured.column("held_input"), measured.held_after_f, costs.held_after_f, strict=True)
-    return costs.with_level(name, recompute, [round(own * held / saved) if saved else held for held, saved, own in kept])
+    return costs.with_level(name, recompute, [round(cost * held / saved) if saved else held for held, saved, cost in kept])
 
 
 class MeasuredHead(NamedTuple):
@@ -192,7 +192,8 @@ class MeasuredHead(NamedTuple):
 
     def time(self, kind: Kind, stage: int) -> int:
         """Returns the time of passes of this kind in ns: the median over microbatches, and over steps."""
-        steps = [[span.duration for span in _spans(timeline, kind) if span.op.stage == stage] for timeline in self.timed]
+        spans = [[span for _, span in timeline.spans() if span.op.kind is kind and span.op.stage == stage] for timeline in self.timed]
+        steps = [[span.duration for span in of_step] for of_step in spans]
         return median_low(map(median_low, steps))
 
     def held(self, kind: Kind) -> Mapping[int, int]:
@@ -259,12 +260,8 @@ def collective_times(timeline: Timeline) -> Iterator[int]:
             outputs[span.op.microbatch], home = span, rank
         elif span.op.stage == last - 1 and span.op.kind is Kind.B:
             backwards[span.op.microbatch] = span
-    for microbatch, given in parts.items():
-        slowest = max(given, key=lambda rank: given[rank].end)
+    for microbatch, by_rank in parts.items():
+        slowest = max(by_rank, key=lambda rank: by_rank[rank].end)
         if slowest != home:
-            part = given[slowest]
+            part = by_rank[slowest]
             yield max(0, (part.start - outputs[microbatch].end + backwards[microbatch].start - part.end) // 2)
-
-
-def _spans(timeline: Timeline, kind: Kind) -> Iterator[Span]:
-    return (span for _, span in timeline.spans() if span.op.kind is kind)

@@ -110,16 +110,12 @@ def gather(name: str, records: Records, peers: Peers) -> Timeline:
         tuple(HostCopy(Copying(way), stage, microbatch, begin - origin, end - origin) for way, stage, microbatch, begin, end in row)
         for *_, row in rows
     )
-    return Timeline(
-        name,
-        parsed,
-        memory if any(memory) else (),
-        "measured",
-        marks if any(marks) else (),
-        reductions=sums if any(sums) else (),
-        copies=copies if any(copies) else (),
-        numbers=peers.survivors,
-    )
+
+    def if_any(of_ranks: tuple[Any, ...]) -> tuple[Any, ...]:
+        return of_ranks if any(of_ranks) else ()
+
+    traced = {"reductions": if_any(sums), "copies": if_any(copies)}
+    return Timeline(name, parsed, if_any(memory), "measured", if_any(marks), **traced, numbers=peers.survivors)
 
 
 def clock_shift(peers: Peers) -> int:

@@ -6,7 +6,8 @@ Ranks compare short digests of parameters, without reading all values.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -39,26 +40,28 @@ class KnowsModel(Protocol):
 
 def differences(all_facts: Mapping[int, ModelFacts | None]) -> str:
     """Describes the first fact or parameter in which ranks of one pipeline differ, empty if they agree."""
-    known = {rank: facts for rank, facts in all_facts.items() if facts is not None}
-    for what in dict.fromkeys(name for each in known.values() for name in each.facts):
-        found = [each.facts.get(what, "none") for each in known.values()]
-        if len(set(found)) > 1:
-            remedy = "create the same model on every rank, with equal arguments of zb.split"
-            return f"ranks disagree on the {what}: {each_has(known, found)}; {remedy}"
-    names = dict.fromkeys(name for each in known.values() for name in each.kinds)
-    for name in names:
-        found = [each.kinds.get(name, "none of this name") for each in known.values()]
-        if len(set(found)) > 1:
-            remedy = "create the model from the same configuration on every rank"
-            return f"ranks disagree on parameter {name!r}: {each_has(known, found)}; {remedy}"
-    values = {rank: each.values for rank, each in known.items() if each.values is not None}
-    return _other_values(values, names) if len(values) == len(known) else ""
+    present = {rank: facts for rank, facts in all_facts.items() if facts is not None}
+    for what, values in _disagreement({rank: facts.facts for rank, facts in present.items()}, "none"):
+        return f"ranks disagree on the {what}: {values}; create the same model on every rank, with equal arguments of zb.split"
+    kinds_of = {rank: facts.kinds for rank, facts in present.items()}
+    for name, values in _disagreement(kinds_of, "none of this name"):
+        return f"ranks disagree on parameter {name!r}: {values}; create the model from the same configuration on every rank"
+    digests = {rank: facts.values for rank, facts in present.items() if facts.values is not None}
+    return _other_values(digests, dict.fromkeys(chain.from_iterable(kinds_of.values()))) if len(digests) == len(present) else ""
 
 
-def _other_values(given: Mapping[int, Mapping[str, str]], names: Mapping[str, None]) -> str:
+def _disagreement(tables: Mapping[int, Mapping[str, str]], absent: str) -> Iterator[tuple[str, str]]:
+    """Yields the names with different values in the ranks' tables, with the ranks of each value."""
+    for name in dict.fromkeys(chain.from_iterable(tables.values())):
+        values = [table.get(name, absent) for table in tables.values()]
+        if len(set(values)) > 1:
+            yield name, each_has(tables, values)
+
+
+def _other_values(digests: Mapping[int, Mapping[str, str]], names: Mapping[str, None]) -> str:
     for name in names:
         groups: dict[str, list[int]] = {}
-        for rank, values in given.items():
+        for rank, values in digests.items():
             groups.setdefault(values[name], []).append(rank)
         if len(groups) > 1:
             groups_of_ranks = " and ".join(named(ranks) for ranks in sorted(groups.values(), key=len))
