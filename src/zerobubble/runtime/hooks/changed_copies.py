@@ -1,7 +1,7 @@
-"""Refuses forwards that change a tensor of which other ranks or stages hold copies, such as an embedding with `max_norm`.
+"""Refuses forwards that change a tensor with copies on other ranks or stages, such as an embedding with `max_norm`.
 
-These are parameters that are tied, replicated, or held by several stages of a rank, and the parameters and buffers of stages with a copy
-on each route. Each copy sees other inputs, or other microbatches, so no copy would hold what one device holds after all of them.
+Parameters that are tied, replicated, or held by several stages of a rank have copies, and so have the parameters and buffers of stages on
+each route. Each copy sees other inputs, or other microbatches, so no copy would hold what one device holds after all of them.
 
 A change is detected by the version and the address of the tensor. Some kernels, and writes to `.data`, count no version. So contents are
 compared, too, in the first training step and the first evaluation.

@@ -69,7 +69,7 @@ def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] 
 
 
 def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients, sharded: ShardedTensors) -> Norms:
-    """Returns the norms of the gradients of a rank's parameters, by stage; see `counted` for those of a norm of the whole model.
+    """Returns the norms of the gradients of a rank's parameters, by stage; see `counted` for the parameters in a norm of the whole model.
 
     A sharded gradient has the norm of the whole on each rank: all ranks that hold a shard must call it.
     """
@@ -101,7 +101,7 @@ def _norm(gradient: Tensor, norm_type: float, *, in_parts: bool) -> Tensor:
 
 
 def not_finite_in(modules: Mapping[int, nn.Module], norms: Norms) -> dict[int, list[str]]:
-    """Returns the names of the parameters of each stage whose `norms` are not finite."""
+    """Returns the names of the parameters with `norms` that are not finite, by stage."""
     not_finite: dict[int, list[str]] = {}
     for stage, of_stage in norms.items():
         fine = of_stage.values.isfinite()

@@ -189,7 +189,7 @@ class _Exchange:
 
 
 class _OptimizerUses:
-    """The optimizers of these `parameters`. `seen` are those that have stepped parameters of the pipeline."""
+    """The optimizers of these `parameters`. `seen` are the optimizers that have stepped parameters of the pipeline."""
 
     def __init__(self, parameters: frozenset[Tensor]) -> None:
         self.seen: Iterable[Optimizer] = ()

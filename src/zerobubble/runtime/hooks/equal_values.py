@@ -1,4 +1,4 @@
-"""Refuses copies of a parameter whose values drift apart: tied places, and copies of a stage on several routes.
+"""Refuses copies of a parameter with values that drift apart: tied places, and copies of a stage on several routes.
 
 Copies get the same gradients and have equal optimizers. They still drift if a rank changes gradients or weights by itself between steps: by
 noise, by the names of parameters, or if it skips the step of an optimizer. When a step ends, a rank compares the sum and the norm of each

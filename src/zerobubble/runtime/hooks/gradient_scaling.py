@@ -55,7 +55,7 @@ def _are_enabled(pipeline: AttachedPipeline, scaler: GradScaler) -> bool:
 
 
 def unscale_own(pipeline: AttachedPipeline, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
-    """Unscales the gradients of this rank's optimizers, or those in `main_grad`; returns whether one of them is not finite."""
+    """Unscales the gradients of this rank's optimizers, or the gradients in `main_grad`; returns whether any of them is not finite."""
     if pipeline.gradients.dtype is None:
         held = list(parameters_of(optimizers))
         of_each = [[parameter.grad for parameter in parameters_of([optimizer]) if parameter.grad is not None] for optimizer in optimizers]

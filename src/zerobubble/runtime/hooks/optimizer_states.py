@@ -28,7 +28,7 @@ from zerobubble.units import counted, named
 
 
 class _Group(NamedTuple):
-    """The identities of the parameters of a group, those of them that other ranks train, its entry, and the pipelines for which it is."""
+    """The ids of a group's parameters, the ids of parameters that other ranks train (`elsewhere`), its entry, and its pipelines."""
 
     parameters: list[int]
     entry: dict[str, Any]

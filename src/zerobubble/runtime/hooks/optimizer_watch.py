@@ -55,7 +55,7 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Notifies each runner that owns a parameter of `optimizer`, and then each whose model has one."""
+    """Notifies each runner that owns a parameter of `optimizer`, and then each runner with a model that has a parameter of it."""
     parameters = list(parameters_of([optimizer]))
     owners = list(owners_of(parameters))
     for runner, _ in owners:
@@ -95,7 +95,7 @@ def _refuse_within_backward(optimizer: Optimizer, runner: StepRunner) -> None:
 
 
 def owners_of(parameters: Iterable[Tensor]) -> Iterator[tuple[StepRunner, list[Tensor]]]:
-    """Yields each watched runner that owns any of the `parameters`, with those that it owns."""
+    """Yields each watched runner that owns any of the `parameters`, with the parameters that it owns."""
     wanted = list(parameters)
     for runner in watched_runners():
         held = set(runner.parameters())

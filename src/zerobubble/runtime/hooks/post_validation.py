@@ -148,7 +148,7 @@ class PostValidation(StepHook):
             optimizer.zero_grad()
 
     def settle(self) -> None:
-        """Makes the last step final on this rank: its weights and the optimizer's state are then those of the exact step.
+        """Makes the last step final on this rank: its weights and the optimizer's state then equal the result of the exact step.
 
         Waits until the ranks before this one, and the last rank, have called `step`. `norm` is then the norm of all gradients.
         """
@@ -339,7 +339,7 @@ class PostValidation(StepHook):
             )
 
     def _fault(self, pipeline: AttachedPipeline) -> str:
-        """Returns what is wrong with this rank's arguments; empty if nothing is."""
+        """Returns the fault in this rank's arguments, empty without a fault."""
         try:
             self.optimizers = optimizers_in(self._given)
             pipeline.optimizers.refuse_partial(self.optimizers, pipeline.parameters())
@@ -370,7 +370,7 @@ class PostValidation(StepHook):
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """A context in which gradients, groups and options are those of the call to `step`."""
+        """A context with the gradients, groups and options from the call to `step`."""
         gradients = {parameter: parameter.grad for parameter in self._gradients}
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
@@ -405,7 +405,7 @@ def _why_not(pipeline: AttachedPipeline, optimizers: Sequence[Optimizer]) -> str
 
 
 def _with_overwritten_gradients(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    """Yields the parameters whose gradients a step overwrites: torch's foreach SGD adds the momentum to them if it is Nesterov's."""
+    """Yields the parameters with gradients that a step overwrites: torch's foreach SGD adds Nesterov's momentum to them."""
     for optimizer in optimizers:
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
             if group["nesterov"] and group["foreach"] is not False:

@@ -1,11 +1,11 @@
 """Data parallelism: sums gradients over ranks that hold the same stages and get different data, overlapped with the passes.
 
-The loss of each rank is its part of the mean over the whole batch. So the sum of their gradients is that of the whole batch, for any
-shares.
+The loss of each rank is its part of the mean over the whole batch. So the sum of their gradients is the gradient of the whole batch, for
+any shares.
 
 All replicas must start the same sums in the same order, or tensors of different buckets would be added. Replicas may finish passes in
-different orders, for they may play different schedules for a while. So buckets wait for their turn in a fixed order of stages, and not for
-the moment at which they are complete.
+different orders, for they may play different schedules for a while. So buckets start in a fixed order of stages, not in the order in which
+they are complete.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ _DOING = "summing gradients over replicas"
 
 
 class EarlierGradients(StepHook):
-    """Excludes the gradients of earlier steps from the sums of a step: sets those of some `parameters` aside until `give_back`.
-
-    `parameters` is called when a step begins, and returns them.
+    """Excludes the gradients of earlier steps from the sums of a step: sets them aside until `give_back`, for the parameters that
+    `parameters` returns when a step begins.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], gradients: Gradients) -> None:
@@ -65,7 +64,7 @@ class EarlierGradients(StepHook):
 
 
 class _Bucket(NamedTuple):
-    """Parameters whose gradients are summed in one message, over the replicas along these `dimensions` of the mesh."""
+    """Parameters with gradients that are summed in one message, over the replicas along these `dimensions` of the mesh."""
 
     dimensions: frozenset[str]
     parameters: Sequence[nn.Parameter]
@@ -176,7 +175,7 @@ class Replicas(StepHook):
         self._unstarted = {stage: self._in_buckets(parameters) for stage, parameters in summed.items()}
 
     def _completed_at_end(self) -> AbstractSet[nn.Parameter]:
-        """Returns the parameters whose gradients earlier hooks complete only at the end of the step."""
+        """Returns the parameters with gradients that earlier hooks complete only at the end of the step."""
         attached = () if self._pipeline is None else self._pipeline.hooks
         before = attached[: attached.index(self)] if self in attached else attached
         return frozenset().union(*(hook.completes_at_end for hook in before))
@@ -289,7 +288,7 @@ def _buckets(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None, most
 
 
 def _flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], dtype: torch.dtype | None) -> Tensor:
-    """Returns one tensor with the gradients of these parameters, and then a count for each, whose sum is 0 if no rank has a gradient."""
+    """Returns one tensor with the gradients of these parameters, and a count for each: counts sum to 0 if no rank has a gradient."""
     first = local_part(parameters[0])
     there = torch.tensor([float(gradient is not None) for gradient in gradients], dtype=dtype or first.dtype, device=first.device)
     pieces = []

@@ -1,6 +1,6 @@
 """Sums the gradients of parameters that several stages or ranks hold, and makes the parameters equal at the start.
 
-These are the parameters of stages with a copy on each route of a bidirectional schedule, and those that the user tied. Each rank sends its
+Stages with a copy on each route of a bidirectional schedule share parameters, and so do places that the user tied. Each rank sends its
 gradients to the other holders as soon as its last pass that adds to them is over. Sends are in one order of groups on all ranks, and each
 rank adds the contributions in one order of ranks: so nothing deadlocks, and all holders get the same bits.
 """
@@ -227,7 +227,7 @@ class SharedGradients(StepHook):
             self._unsent.pop(0).send()
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Gives every holder the sum of this step's gradients, added to those of earlier steps."""
+        """Gives every holder the sum of this step's gradients, added to the gradients of earlier steps."""
         for group_sum in self._sums:
             group_sum.finish()
         self._earlier.give_back()

@@ -72,10 +72,10 @@ ParameterInfos = dict[ParameterName, ParameterInfo]
 
 
 class SharedParameter(NamedTuple):
-    """Parameters of several stages or ranks that are one.
+    """Parameters of several stages or ranks that act as a single parameter.
 
-    `names[rank]` are those of each rank that holds any, from the last stage to the first. All begin with the values of `source`.
-    `counted_name` is the name in the first stage that has one: under it a norm counts the parameter.
+    `names[rank]` has the names on each rank that holds any, from the last stage to the first. All begin with the values of `source`.
+    A norm counts the parameter under its `counted_name`, the name in the first stage that has any.
     """
 
     names: dict[int, tuple[ParameterName, ...]]
@@ -83,7 +83,7 @@ class SharedParameter(NamedTuple):
     counted_name: ParameterName
 
     def others(self, rank: int) -> list[RankParameter]:
-        """Returns the parameters except that of `rank`; all if this rank has several."""
+        """Returns the parameters on other ranks than `rank`; all parameters if this rank has several."""
         held = [RankParameter(holder, name) for holder, names in self.names.items() for name in names]
         return held if len(self.names[rank]) > 1 else [parameter for parameter in held if parameter.rank != rank]
 
@@ -165,7 +165,7 @@ def shared_groups(
 
     `numbers` are the numbers of the ranks in errors; empty for 0, 1, ...
     `copied` has the ranks of each stage with several copies, first the rank whose values count. Groups are in the order in which their
-    gradients become complete in a backward pass: those whose first stage is the latest come first.
+    gradients become complete in a backward pass: the group with the latest first stage comes first.
 
     Raises `InputError` with all faults: unknown names, tied modules that differ, different shapes or dtypes, frozen and trained members,
     and tensor subclasses.
@@ -217,7 +217,7 @@ def _names_of_one(group: tuple[ParameterName, ...], holders: Mapping[ParameterNa
 
 
 def _parameters_under(name: ParameterName, holders: Mapping[ParameterName, Any]) -> dict[str, ParameterName]:
-    """Returns the parameters that `name` stands for, by their names within it: itself, or those of a module."""
+    """Returns the parameters that `name` stands for, by their names within it: a single parameter, or the parameters of a module."""
     if name in holders:
         return {"": name}
     prefix = f"{name.name}." if name.name else ""

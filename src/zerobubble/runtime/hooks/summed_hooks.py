@@ -32,7 +32,7 @@ class SummedHooks(StepHook):
         self._taken: list[TakenHooks] = []
 
     def _take(self) -> list[nn.Parameter]:
-        """Takes the hooks from the parameters, and returns those that have any."""
+        """Takes the hooks from the parameters, and returns the parameters that have hooks."""
         self._put_back()
         self._taken = take_hooks(trained(self._modules))
         hooked = [taken.parameter for taken in self._taken]
@@ -48,7 +48,7 @@ class SummedHooks(StepHook):
 
     @torch.no_grad()
     def on_step_end(self, step: TrainingStep) -> None:
-        """Changes the gradients of the step by `register_hook`, adds those of earlier steps, and calls the hooks after accumulation.
+        """Changes the step's gradients by `register_hook`, adds gradients of earlier steps, and calls the hooks after accumulation.
 
         Hooks are put back first, so that they can remove themselves. Raises `InputError` for hooks that were registered during the step.
         """

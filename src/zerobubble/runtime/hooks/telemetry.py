@@ -47,7 +47,7 @@ class Telemetry(StepHook):
             and `zerobubble watch` compares the run with its plan.
         tensorboard: A folder for TensorBoard; each rank writes a run of its own.
         wandb: A project of Weights & Biases, in which each rank has a run.
-        every: Only steps whose number is a multiple are reported.
+        every: Reports only steps with numbers that are multiples of it.
         detail_every: One in `detail_every` reports has all passes and messages, for the timeline, and the measured memory. In these steps,
             bytes held for backward are counted.
 
@@ -164,7 +164,7 @@ def _report_of(
     records: Records,
     schedule: Schedule,
 ) -> StepReport:
-    """Returns the report of a step from what it recorded."""
+    """Returns the report of a step from its records."""
     steps = Counter((begin, end) for _, begin, end in records.spans)
     busy = sum(end - begin for begin, end in steps)
     waits: dict[int, int] = defaultdict(int)
@@ -177,7 +177,7 @@ def _report_of(
 
 
 def _pass_seconds(spans: Sequence[tuple[Op, int, int]], steps: Mapping[tuple[int, int], int]) -> dict[str, float]:
-    """Returns the median seconds of the passes of each kind and stage; overlapped passes, whose times are not known apart, are left out.
+    """Returns the median seconds of the passes of each kind and stage, without overlapped passes, whose times cannot be told apart.
 
     `steps` are the begins and ends of passes, with the number of passes in each.
     """

@@ -1,6 +1,6 @@
 """Refuses calls of torch that mistake a rank of a pipeline for a replica of the whole model. Their training would be silently wrong.
 
-Clips by value without gradients, too: a rank may have none of an optimizer whose parameters are in the stages of others.
+Clips by value without gradients, too: all parameters of a rank's optimizer may be in the stages of others.
 
 Functions are replaced where torch itself looks them up, so it does not matter when and how a program imported what it calls.
 """
@@ -76,7 +76,7 @@ def _norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _clip(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, *args: Any, **kwargs: Any) -> None:
-        """Refuses the parameters of one rank of a pipeline: their norm is not that of the model."""
+        """Refuses the parameters of one rank of a pipeline: their norm is not the norm of the model."""
         held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for owner, _ in owners_of(held):
             if _open_ranks(owner) > 1:
@@ -110,7 +110,7 @@ def _refuse_norm(what: str, runner: StepRunner, max_norm: str) -> NoReturn:
 def _backward(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuses tensors without a graph, such as the loss of a step, whose backward pass has run."""
+        """Refuses tensors without a graph, such as the loss of a step after its backward pass."""
         try:
             original(tensors, *args, **kwargs)
         except RuntimeError as error:
@@ -148,7 +148,7 @@ def _iterate(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[A
 
 
 def takes_rank_for_replica(sampler: DistributedSampler[Any], world_size: int, rank: int, num_ranks: int) -> bool:
-    """Returns whether `sampler` is that of `rank` of all ranks, although a replica has several: the `num_ranks` of a pipeline."""
+    """Returns whether `sampler` divides data over all ranks, as `rank` of them, although a replica has the `num_ranks` of a pipeline."""
     return num_ranks > 1 and (sampler.num_replicas, sampler.rank) == (world_size, rank)
 
 

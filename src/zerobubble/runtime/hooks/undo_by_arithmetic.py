@@ -30,7 +30,7 @@ class ByFormula:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restores parameters and state from before the step, up to rounding. Gradients and options must be those of the step."""
+        """Restores parameters and state from before the step, up to rounding. Gradients and options must be unchanged since the step."""
         for group, parameter in self._stepped():
             state = self._optimizer.state[parameter]
             assert parameter.grad is not None

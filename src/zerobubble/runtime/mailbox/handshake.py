@@ -136,7 +136,7 @@ class StepOrder:
 class MicrobatchCosts(NamedTuple):
     """The relative `costs` of the microbatches of a step, and `choose`, which returns their order for given costs.
 
-    `ahead` is what was planned for these costs before the step; None if nothing was.
+    `ahead` is the order that was planned for these costs before the step, if any.
     """
 
     costs: tuple[float, ...]
@@ -248,7 +248,7 @@ class StepHandshake:
         self._sending = [self._peers.send_control(start, rank) for rank in self._children]
 
     def _announced(self, first: int) -> frozenset[int]:
-        """Returns the other ranks whose messages with this one announce their shapes: those that know it as this one does."""
+        """Returns the other ranks that announce the shapes of messages with this rank."""
         if first == 0:
             return frozenset(range(self._num_ranks)) - {self._peers.rank}
         knowing = self._chain[first:]
@@ -285,11 +285,11 @@ class StepHandshake:
         return start
 
     def _compare_lockstep(self, start: StepStart, costs: MicrobatchCosts | None) -> StepOrder:
-        """Returns what the step plays, which is the same in all pipelines whose stages communicate with each other.
+        """Returns what the step plays, which is the same in all pipelines with stages that communicate with each other.
 
-        They play passes that were planned ahead only if all have planned the same ones. Otherwise a microbatch costs as much as the most
-        expensive one that runs with it, and they play the order for these costs. Raises `InputError` if the pipelines begin different
-        passes, which would deadlock.
+        They play passes that were planned ahead only if all have planned the same passes. Otherwise a microbatch costs as much as the most
+        expensive microbatch that runs with it, and they play the order for these costs. Raises `InputError` if the pipelines begin
+        different passes, which would deadlock.
         """
         mine, ahead = ((), None) if costs is None else (costs.costs, costs.ahead)
         others = self._peers.lockstep

@@ -213,7 +213,7 @@ class Mailbox:
             self._wait(work, self._peer[value], f"waiting for {_describe(value)}")
 
     def _read_announcement(self, value: Value, peer: int) -> None:
-        """Reads the shapes of a message from the announcement before it, whose length comes first."""
+        """Reads the shapes of a message from the announcement before it, which begins with its length."""
         receive = self._receive[peer, value.value_kind]
         what = f"waiting for {_describe(value)}"
         length = torch.empty(1, dtype=torch.int64, device=self._device)
@@ -238,7 +238,7 @@ class Mailbox:
         self._arriving[value] = (tensors, [receive(t) for t in coming])
 
     def _check(self, value: Value, tensors: Tensors, *, is_announced: bool) -> None:
-        """Compares the sent value with that of earlier steps, or records its shapes."""
+        """Compares the sent value with the value of earlier steps, or records its shapes."""
         messages = self._known
         structure = None if type(tensors) is tuple else structure_of(tensors)
         if is_announced or not all(map(is_plain, tensors)):
@@ -276,7 +276,7 @@ class Mailbox:
             self._frozen[self._gradient_of[value]] = [is_needed for was_needed, is_needed in needed if was_needed]
 
     def _learn(self, activation: Value, shapes: Shapes) -> None:
-        """Records that other tensors of `activation` require gradients than before: its message and that of its gradient change."""
+        """Records that other tensors of `activation` require gradients than before: its message and its gradient's message change."""
         assert self._whole is not None
         self._known[activation] = shapes
         for value in (activation, self._gradient_of.get(activation)):
@@ -323,7 +323,7 @@ class Mailbox:
         ]
 
     def _without_missing(self, value: Value, tensors: Tensors) -> Cotangents:
-        """Returns the gradients of a message, None for those that it, or a notice, reports as missing."""
+        """Returns the gradients of a message, None for gradients that the message or a notice reports as missing."""
         peer = self._peer[value]
         if self._may_lack(peer, self._rank):
             if not tensors:
@@ -345,7 +345,7 @@ class Mailbox:
         return tuple(gradient for gradient, needed in zip(gradients, self._frozen[value], strict=True) if needed)
 
     def _shapes(self, value: Value) -> Shapes:
-        """Returns the shapes of a message. Gradients have those of the differentiable tensors of their activation, which both ends know."""
+        """Returns the shapes of a message. Gradients have the shapes of the differentiable tensors of their activation."""
         if value.value_kind is not ValueKind.GRADIENT:
             return self._known[value]
         return tuple(shape for shape in self._known[self._activation_of(value)] if shape.differentiable)
@@ -371,7 +371,7 @@ def _describe(value: Value) -> str:
 
 
 def _changed_shapes(value: Value, before: Shapes, now: Shapes) -> InputError:
-    """Returns the error for an activation whose shapes have changed."""
+    """Returns the error for an activation with changed shapes."""
     return InputError(
         "{value} is {got}, but was {expected} in an earlier step with the same input shapes",
         value=_describe(value),
@@ -391,7 +391,7 @@ def _unfrozen(value: Value) -> InputError:
 
 
 def _changed_structure(value: Value, before: Structure, now: Structure) -> InputError:
-    """Returns the error for an activation whose constants or structure have changed, or with other losses that stages added."""
+    """Returns the error for an activation with other constants, another structure, or other losses that stages added."""
     earlier, later = (structure.losses if isinstance(structure, Stashed) else () for structure in (before, now))
     if earlier != later:
         return InputError(

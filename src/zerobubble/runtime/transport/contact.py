@@ -93,7 +93,7 @@ class Waiting:
         return Exchange(self, (peer, doing, ()))
 
     def collective(self, doing: str, among: Sequence[int] = ()) -> Exchange:
-        """Returns a context for a collective of all ranks, or of those in `among`: a `PeerGoneError` becomes `LostContactError`."""
+        """Returns a context for a collective of all ranks, or of the ranks in `among`: a `PeerGoneError` becomes `LostContactError`."""
         return Exchange(self, (EVERYBODY, doing, tuple(among)))
 
     def forget(self) -> None:

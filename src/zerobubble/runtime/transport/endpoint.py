@@ -197,7 +197,7 @@ class Endpoint(ABC):
         """Connects to the other ranks. Afterwards control messages work. Raises `RuntimeError` if a rank is missing."""
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:  # noqa: B027
-        """Prepares for tensors on `device`. `channels` are those that programs may use, the same on every rank.
+        """Prepares for tensors on `device`. `channels` are the channels that programs may use, the same on every rank.
 
         No rank sends before `open` has returned on all of them.
         """
@@ -220,7 +220,7 @@ class Endpoint(ABC):
         return RingSums(here, size, send, receive)
 
     def disconnect(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here
-        """Ends the lines to `rank`, whose process has ended, so that waits for it raise at once.
+        """Ends the lines to a `rank` that has ended, so that waits for it raise at once.
 
         Called from another thread: a connection may outlive its process in children of that process.
         """

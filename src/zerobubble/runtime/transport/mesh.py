@@ -36,8 +36,8 @@ class Layout(NamedTuple):
         pipelines: All pipelines, each with the ranks of its stages.
         pipeline: The pipeline of this rank.
         along: For each set of other dimensions, the ranks that differ from this one only along these, itself included.
-        data: The dimensions along which ranks get different data, of those with more than one rank.
-        lockstep: The dimensions along which ranks must run the same passes in the same order, of those with more than one rank.
+        data: The dimensions with more than one rank along which ranks get different data.
+        lockstep: The dimensions with more than one rank along which ranks must run the same passes in the same order.
         processes: The processes of `members`, if they are known from an earlier pipeline.
     """
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that train: all but those that are lost."""
+        """The ranks that train: all but the lost ranks."""
         return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline))
 
     @property
@@ -133,7 +133,7 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
 
 
 def _fault(names: tuple[str, ...] | None) -> str:
-    """Returns what is wrong with the names of a mesh's dimensions, empty if nothing is."""
+    """Returns the fault in the names of a mesh's dimensions, empty without a fault."""
     remedy = 'such as init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "pp"))'
     if names is None:
         return f"mesh has no names of its dimensions: pass them, {remedy}"

@@ -48,7 +48,7 @@ class Peers:
 
     @property
     def device(self) -> torch.device:
-        """The device whose tensors go between stages."""
+        """The device of the tensors that go between stages."""
         return self._transport.device
 
     @property
@@ -95,7 +95,7 @@ class Peers:
         return self._transport.for_tensors.message_lane(in_transport_ranks(channel, self.members), messages, at_once)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
-        """Connects channels before their first use; every peer calls it with the same ones."""
+        """Connects channels before their first use; every peer calls it with the same channels."""
         self._transport.open_channels([in_transport_ranks(channel, self.members) for channel in channels])
 
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
@@ -103,7 +103,7 @@ class Peers:
         return self._transport.for_tensors.bytes_for({in_transport_ranks(channel, self.members): sent for channel, sent in traffic.items()})
 
     def replicate(self, tensor: Tensor, source: int, doing: str, among: Iterable[int] | None = None) -> None:
-        """Copies `tensor` from the peer `source` to all peers, or to those in `among`. All of them call it."""
+        """Copies `tensor` from the peer `source` to all peers, or to the peers in `among`. All of them call it."""
         if self.rank == source:
             sent = as_memory(tensor)
             others = [peer for peer in (range(self.size) if among is None else among) if peer != source]
@@ -125,7 +125,7 @@ class Peers:
         return Sending(start(numbers), numbers, peer, self.wait)
 
     def expect_control(self, kind: type[P], count: int, peer: int) -> Expected[P]:
-        """Starts receiving a control message of `count` numbers from `peer`, whose payload is a `kind`."""
+        """Starts receiving a control message from `peer`, with a payload of this `kind` and `count` numbers."""
         numbers = torch.empty(count, dtype=torch.float64, device="cpu")
         start = self._transport.receiver(self.line_from(peer, kind.topic))
         return Expected(kind, start(numbers), numbers, peer, self.wait)

@@ -43,7 +43,7 @@ class _Address(NamedTuple):
 
 
 class NoSharedMemoryError(Exception):
-    """Two ranks cannot share memory. The text, the same on every rank, says which ones and why."""
+    """Two ranks cannot share memory. The text, the same on every rank, says which ranks and why."""
 
 
 def is_supported() -> bool:
@@ -143,7 +143,7 @@ class _Attempt:
         return [f"rank {self._rank} shares no memory with rank {channel.source}, which has connected to it" for channel in missing]
 
     def _callers(self) -> Iterator[socket.socket]:
-        """Yields all connections so far, those of other processes included."""
+        """Yields all connections so far, also of other processes."""
         assert self._listener is not None
         while True:
             try:
@@ -152,7 +152,7 @@ class _Attempt:
                 return
 
     def _is_taken(self, end: socket.socket) -> bool:
-        """Accepts a connection if it is a rank's whose memory is readable here, and returns whether it is."""
+        """Returns whether a connection comes from a rank with memory that is readable here, and accepts it if so."""
         try:
             hello, descriptors, _, _ = socket.recv_fds(end, _HELLO.size, 2)
         except OSError:

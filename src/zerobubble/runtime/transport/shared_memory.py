@@ -46,7 +46,7 @@ class SharedMemoryEndpoint(Endpoint):
         self._end = weakref.finalize(self, _close_all, self._sockets, self._rings)
 
     def connect_rings(self, channels: Sequence[Channel]) -> None:
-        """Connects the ranks at the ends of `channels`; every rank calls it with the same ones.
+        """Connects the ranks at the ends of `channels`; every rank calls it with the same channels.
 
         Raises `NoSharedMemoryError` on every rank if any two of them share no memory, and `RuntimeError` if a rank is missing.
         """
@@ -68,7 +68,7 @@ class SharedMemoryEndpoint(Endpoint):
         return self._gloo.receiver(line)
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
-        """Returns a lane whose slots fit the largest message, with at least as many slots as the receiver waits for at a time."""
+        """Returns a lane with slots for the largest message, at least as many slots as the receiver waits for at a time."""
         size = max(message_bytes(shapes) for shapes in messages)
         return self._lane(self._rings[channel], Traffic(len(messages), at_once), size)
 

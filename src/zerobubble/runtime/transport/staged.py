@@ -29,7 +29,7 @@ class StagedEndpoint(Endpoint):
     """Carries tensors of any device over the lines of `gloo`, through host memory.
 
     Copies to the host run on one stream in the order of the sends. A thread waits for each copy and then starts its send, so the rank's own
-    thread does not wait for the device. On CPUs the copies are plain ones; tests use this without an accelerator.
+    thread does not wait for the device. On CPUs the copies are plain copies; tests use this without an accelerator.
     """
 
     name = "staged"

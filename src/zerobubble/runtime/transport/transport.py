@@ -110,7 +110,7 @@ class Transport:
         self.open_channels(channels)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
-        """Connects channels before their first use; every rank calls it with the same ones."""
+        """Connects channels before their first use; every rank calls it with the same channels."""
         with exchanging():
             self.for_tensors.open_channels(channels)
 
@@ -147,7 +147,7 @@ class Transport:
         return self.waiting.collective(doing, members)
 
     def disconnect(self, rank: int) -> None:
-        """Ends the lines to `rank`, whose process has ended. May be called from any thread."""
+        """Ends the lines to a `rank` that has ended. May be called from any thread."""
         self.abort()  # first: kernels that wait for this rank would keep the host from noticing the lines
         self.for_tensors.disconnect(rank)
         self._for_control.disconnect(rank)
