@@ -53,9 +53,9 @@ class AbsentAttributes:
         """Replaces the attributes, also those that were set or found since. Takes about 1 us for each."""
         for place in self._places():
             table, name = vars(place.module), place.name
-            known = self._replaced.get((id(place.module), name))
-            if known is None or table.get(name, ABSENT) is not known.refusing:
-                refusing = self._refusing(place) if known is None else known.refusing
+            replaced = self._replaced.get((id(place.module), name))
+            if replaced is None or table.get(name, ABSENT) is not replaced.refusing:
+                refusing = self._refusing(place) if replaced is None else replaced.refusing
                 self._replaced[id(place.module), name] = _Replaced(table, name, table.get(name, ABSENT), refusing)
                 table[name] = refusing
 
@@ -74,9 +74,9 @@ class AbsentAttributes:
         """Returns the attributes that no stage of this rank sets, of modules that none of them contains."""
         stages = [stage for module in self._modules.values() if isinstance(stage := stage_alone(module), SetsElsewhere)]
         by_stage = [{(id(place.module), place.name): place for place in stage.set_by_other_parts()} for stage in stages]
-        common = [place for key, place in by_stage[0].items() if all(key in places for places in by_stage)] if by_stage else []
-        own = {id(module) for stage in self._modules.values() for module in stage.modules()} if common else ()  # parts may share a module
-        others = [place for place in common if id(place.module) not in own]
+        common = [place for key, place in next(iter(by_stage), {}).items() if all(key in places for places in by_stage)]
+        here = {id(module) for stage in self._modules.values() for module in stage.modules()} if common else ()  # parts may share a module
+        others = [place for place in common if id(place.module) not in here]
         return [place for place in others if not _belongs_to_a_parameter(place)]
 
     def _refusing(self, place: SetAttribute) -> Refusing:

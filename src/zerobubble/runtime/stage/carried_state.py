@@ -47,13 +47,13 @@ class CarriedState:
         """Context of the forward of a microbatch. Raises `InputError` if it continues from the microbatch before."""
         before = self._values(_num_samples(inputs))
         watched = {key: _Watched(place, before[key][1]) for key, place in self._set_in_step.items() if key in before}
-        for each in watched.values():
-            each.replace()
+        for attribute in watched.values():
+            attribute.replace()
         try:
             yield
         finally:
-            for each in watched.values():
-                each.restore()
+            for attribute in watched.values():
+                attribute.restore()
         for key, (place, value) in self._values(_num_samples(inputs)).items():
             if key not in before or value is not before[key][1]:
                 self._set_in_step[key] = place
@@ -96,7 +96,7 @@ class _Watched:
     def _noticing(self) -> Any:
         if isinstance(self._value, Tensor):
             return _Noticing.made(self._value, self._notice)
-        noticing = [_Noticing.made(each, self._notice) if isinstance(each, Tensor) else each for each in self._value]
+        noticing = [_Noticing.made(element, self._notice) if isinstance(element, Tensor) else element for element in self._value]
         return type(self._value)(noticing) if type(self._value) in (list, tuple) else self._value
 
     def restore(self) -> None:
@@ -134,5 +134,6 @@ def _num_samples(inputs: Tensors) -> int:
 
 
 def _has_samples(value: Any, num_samples: int) -> bool:
-    tensors = (value,) if isinstance(value, Tensor) else value[:_MOST_TENSORS]
-    return any(isinstance(each, Tensor) and not each.is_nested and each.numel() > 1 and num_samples in each.shape for each in tensors)
+    values = (value,) if isinstance(value, Tensor) else value[:_MOST_TENSORS]
+    tensors = [tensor for tensor in values if isinstance(tensor, Tensor) and not tensor.is_nested]
+    return any(tensor.numel() > 1 and num_samples in tensor.shape for tensor in tensors)

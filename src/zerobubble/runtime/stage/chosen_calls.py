@@ -55,21 +55,21 @@ def shadowing(parts: Mapping[str, nn.Module], state_of: Callable[[nn.Module], Py
     try:
         yield
     finally:
-        for part, own in before.items():
-            if own is None:
+        for part, forward in before.items():
+            if forward is None:
                 part.__dict__.pop("forward", None)
             else:
-                part.__dict__["forward"] = own
+                part.__dict__["forward"] = forward
 
 
-def _recorded(name: str, part: nn.Module, own: Callable[..., Any], state_of: Callable[[nn.Module], PythonState]) -> Callable[..., Any]:
-    @wraps(own)
+def _recorded(name: str, part: nn.Module, original: Callable[..., Any], state_of: Callable[[nn.Module], PythonState]) -> Callable[..., Any]:
+    @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls = _active.calls
         if calls is None or not torch.is_grad_enabled() or _is_in_checkpoint():
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         state = ForwardState(part, state_of(part))
-        return calls.run(_Call(f"{name!r} of stage {calls.index}", state, own, args, kwargs, calls.meter))
+        return calls.run(_Call(f"{name!r} of stage {calls.index}", state, original, args, kwargs, calls.meter))
 
     return forward
 
@@ -127,20 +127,20 @@ class ChosenCalls:
 
 
 class _Call:
-    """A call of a chosen submodule: `where` names it, `state` is the state before it, `own` is its forward."""
+    """A call of a chosen submodule: `where` names it, `state` is the state before it, `forward` is its forward."""
 
     def __init__(
         self,
         where: str,
         state: ForwardState,
-        own: Callable[..., Any],
+        forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         meter: Meter | None,
     ) -> None:
         self.inputs = tensors_in([args, kwargs])
         self._where = where
-        self._own = own
+        self._forward = forward
         self._args = args
         self._kwargs = kwargs
         self._state = state
@@ -166,7 +166,7 @@ class _Call:
             return place
 
         with saving_through(leave_out, _Placeholder.tensor_in):
-            output = self._own(*self._args, **self._kwargs)
+            output = self._forward(*self._args, **self._kwargs)
         self._state.end_first_run(self._where, _LEAVE_OUT)
         return output
 
@@ -179,7 +179,7 @@ class _Call:
             return
         try:
             with self._restored(), saving_through(filling.fill, _refuse_backward), without_new_hooks(self.inputs):
-                self._own(*self._args, **self._kwargs)
+                self._forward(*self._args, **self._kwargs)
         except _AllSavedError:
             return
         first, second = len(self._places), filling.num_filled

@@ -113,7 +113,7 @@ class CutModel:
 
     def copies_of(self, tensor: Tensor) -> list[Tensor]:
         """Returns the buffers of this rank's stages that have the name of a buffer of the model, and are other objects."""
-        names = {name for name, own in self.tensors() if own is tensor}
+        names = {name for name, other in self.tensors() if other is tensor}
         of_stages = (item for module in self._modules.values() for item in module.named_buffers(remove_duplicate=False))
         return [buffer for name, buffer in of_stages if name in names and buffer is not tensor]
 
@@ -143,12 +143,12 @@ class CutModel:
 
     def _of_others(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that only other ranks train, under all of their names."""
-        own = self.of_stages()
-        kept = {id(of_stage.tensor) for of_stage in own.values()}
+        here = self.of_stages()
+        kept = {id(of_stage.tensor) for of_stage in here.values()}
         if self._loss is not None:
             kept |= {id(tensor) for _, tensor in named_tensors(self._loss) if not tensor.requires_grad}
         for name, tensor in self.tensors():
-            if id(tensor) not in kept and (isinstance(tensor, nn.Parameter) or name not in own):
+            if id(tensor) not in kept and (isinstance(tensor, nn.Parameter) or name not in here):
                 yield name, tensor
 
     def release_before(self, stepped: Iterable[Tensor]) -> None:
@@ -165,9 +165,9 @@ class CutModel:
         """Remembers some values of parameters: after a training step, of those `trained` on this rank; otherwise, of the whole model."""
         if trained is None:
             _open.add(self)
-            own = [of_stage.tensor for of_stage in self.of_stages().values() if isinstance(of_stage.tensor, nn.Parameter)]
+            trained_here = [of_stage.tensor for of_stage in self.of_stages().values() if isinstance(of_stage.tensor, nn.Parameter)]
             others = [tensor for _, tensor in self._of_others() if isinstance(tensor, nn.Parameter) and not is_released(tensor)]
-            self._watched = _Watched(_Sample.of(own), _Sample.of(others))
+            self._watched = _Watched(_Sample.of(trained_here), _Sample.of(others))
         else:
             self._watched = _Watched(_Sample.of(trained), None)
             for model in list(_open):
@@ -217,11 +217,11 @@ class CutModel:
         """
         if self._watched is None or not self.is_whole:
             return
-        own, others = self._watched
+        sample, others = self._watched
         if others is None:
-            if not own.tensors or own.has_changed():
+            if not sample.tensors or sample.has_changed():
                 self.release()
-        elif own.has_changed():
+        elif sample.has_changed():
             if others.has_changed():
                 self.watch()
             else:
@@ -318,8 +318,8 @@ def attached_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors that hold the values of parameters and buffers: those of `derived_tensors`, and those inside wrappers."""
     yield from derived_tensors(module)
     for path, part in module.named_modules(remove_duplicate=False):
-        for own, tensor in stateful_tensors(part).items():
-            for name, inner in tensors_inside_wrapper(tensor, own):
+        for tensor_name, tensor in stateful_tensors(part).items():
+            for name, inner in tensors_inside_wrapper(tensor, tensor_name):
                 yield f"{path}.{name}" if path else name, inner
 
 

@@ -98,22 +98,22 @@ class DividedHead:
             raise InputError(message, sharded=sharded[0], remedy="leave out one of the two")
         starts = [-(-number * self.vocabulary // len(stages)) for number in range(len(stages) + 1)]
         token_weights = 1 - self.label_smoothing, self.label_smoothing / self.vocabulary
-        whole, found = HeadName(self.name, self.vocabulary), {}
+        whole, parts = HeadName(self.name, self.vocabulary), {}
         for stage, (first, end) in zip(stages, pairwise(starts), strict=True):
             if stage in mine:
-                found[stage] = HeadPart(mine[stage], self._rows, first, end, whole, gradients, *token_weights)
-        return found
+                parts[stage] = HeadPart(mine[stage], self._rows, first, end, whole, gradients, *token_weights)
+        return parts
 
     def _rows(self, first: int, end: int) -> nn.Linear:
         if isinstance(self._head, nn.Linear):
             return _copy_of(self._head, first, end)
-        made = self._head(first, end)
-        if not isinstance(made, nn.Linear) or len(made.weight) != end - first:
-            got = f"a weight of {tuple(made.weight.shape)}" if isinstance(made, nn.Linear) else type(made).__name__
+        rows = self._head(first, end)
+        if not isinstance(rows, nn.Linear) or len(rows.weight) != end - first:
+            got = f"a weight of {tuple(rows.weight.shape)}" if isinstance(rows, nn.Linear) else type(rows).__name__
             message = "head({first}, {end}) must return an nn.Linear with {expected} outputs, got {got}"
             raise InputError(message, first=first, end=end, expected=end - first, got=got)
-        _refuse_more_than_linear(made, f"head({first}, {end})")
-        return made
+        _refuse_more_than_linear(rows, f"head({first}, {end})")
+        return rows
 
     def _refuse_tied(self, head: nn.Linear, modules: Mapping[int, nn.Module]) -> None:
         for stage, module in modules.items():
@@ -137,9 +137,9 @@ def _refuse_more_than_linear(rows: nn.Linear, what: str) -> None:
         f"is a {type(rows).__name__} with a forward of its own": type(rows).forward is not nn.Linear.forward or "forward" in vars(rows),
         f"has parameters other than weight and bias, {', '.join(others)}": bool(others),
     }
-    if found := " and ".join(fault for fault, holds in faults.items() if holds):
+    if reasons := " and ".join(fault for fault, holds in faults.items() if holds):
         message = "{what} {found}, and a divided head uses only its weight and bias"
-        raise InputError(message, what=what, found=found, remedy="give a plain nn.Linear, or keep the head whole in the last stage")
+        raise InputError(message, what=what, found=reasons, remedy="give a plain nn.Linear, or keep the head whole in the last stage")
 
 
 def _copy_of(head: nn.Linear, first: int, end: int) -> nn.Linear:

@@ -91,13 +91,13 @@ class _Buffers:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Gives the module the copies, so that a run changes these, and restores its own buffers afterwards."""
-        own = [(part, buffers_of(part)) for part, _ in self._found]
+        before = [(part, buffers_of(part)) for part, _ in self._found]
         for part, buffers in self._found:
             put_buffers(part, {name: None if buffer is None else self._copies[buffer] for name, buffer in buffers.items()})
         try:
             yield
         finally:
-            for part, buffers in own:
+            for part, buffers in before:
                 put_buffers(part, buffers)
 
 

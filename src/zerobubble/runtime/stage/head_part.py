@@ -117,11 +117,11 @@ class HeadPart:
         self._name = f"head_rows_{first_row}_to_{end_row}"
         self._gradients = gradients
         if self._name not in dict(module.named_parameters(recurse=False)):
-            made = build(first_row, end_row)
-            module.register_parameter(self._name, made.get_parameter("weight"))
-            module.register_parameter(f"{self._name}_bias", made.get_parameter("bias") if made.bias is not None else None)
-        for own, name in zip(self.names, ("weight", "bias"), strict=True):
-            mark_head_rows(module, own, HeadRows(f"{whole.name}.{name}", first_row, whole.num_rows))
+            rows = build(first_row, end_row)
+            module.register_parameter(self._name, rows.get_parameter("weight"))
+            module.register_parameter(f"{self._name}_bias", rows.get_parameter("bias") if rows.bias is not None else None)
+        for own_name, name in zip(self.names, ("weight", "bias"), strict=True):
+            mark_head_rows(module, own_name, HeadRows(f"{whole.name}.{name}", first_row, whole.num_rows))
 
     @property
     def names(self) -> tuple[str, str]:
@@ -145,12 +145,12 @@ class HeadPart:
         bias: nn.Parameter | None = getattr(self._module, f"{self._name}_bias")
         return bias
 
-    def softmax(self, given: GivenToHead, meter: Meter | None) -> Softmax:
+    def softmax(self, inputs: GivenToHead, meter: Meter | None) -> Softmax:
         """Computes the softmax over only the rows of this part, under the caller's autocast."""
         with torch.no_grad():
-            logits = functional.linear(given.output, self.weight, self.bias)
+            logits = functional.linear(inputs.output, self.weight, self.bias)
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            place = given.target - self.first_row
+            place = inputs.target - self.first_row
             has_target = (place >= 0) & (place < len(self.weight))
             row = place.where(has_target, 0)
             largest = exact.amax(1)
@@ -160,47 +160,47 @@ class HeadPart:
             if self._of_each:
                 target = self._of_target * target + self._of_each * exact.sum(1)
             softmax = exponentials.div_(total[:, None])
-            held = [] if meter is None else [meter.hold(softmax), meter.hold(given.output)]
-            return Softmax(given, softmax, row, has_target, torch.stack((largest, total, target)), logits.dtype, held)
+            held = [] if meter is None else [meter.hold(softmax), meter.hold(inputs.output)]
+            return Softmax(inputs, softmax, row, has_target, torch.stack((largest, total, target)), logits.dtype, held)
 
-    def gradient_to_correct(self, found: Softmax) -> Tensors:
+    def gradient_to_correct(self, state: Softmax) -> Tensors:
         """Returns the contribution of S to the output gradient, for `gradient_of_output`: its sums, its product, and separate terms.
 
         The target row has the weight probability - 1, which is small for a well-predicted token. In a low-precision product, the
         probability would be rounded first, and the difference would be mostly rounding error. So this row is separate.
         """
         with torch.no_grad():
-            weight = self.weight.to(found.dtype)
-            row = found.row[:, None]
-            own = found.softmax.gather(1, row)
-            found.softmax.scatter_(1, row, own.masked_fill(found.has_target[:, None], 0))
-            others = found.in_layers_type @ weight
-            found.softmax.scatter_(1, row, own)
-            has_target = found.has_target.to(own.dtype)
-            counts = torch.stack((own[:, 0] * has_target, -self._of_target * has_target))
-            every = (self.weight.sum(0, dtype=own.dtype).mul_(-self._of_each),) if self._of_each else ()
-            return found.sums, others, weight[found.row], counts, *every
+            weight = self.weight.to(state.dtype)
+            row = state.row[:, None]
+            target = state.softmax.gather(1, row)
+            state.softmax.scatter_(1, row, target.masked_fill(state.has_target[:, None], 0))
+            others = state.in_layers_type @ weight
+            state.softmax.scatter_(1, row, target)
+            has_target = state.has_target.to(target.dtype)
+            counts = torch.stack((target[:, 0] * has_target, -self._of_target * has_target))
+            every = (self.weight.sum(0, dtype=target.dtype).mul_(-self._of_each),) if self._of_each else ()
+            return state.sums, others, weight[state.row], counts, *every
 
-    def correct(self, found: Softmax, correction: Correction, part: int) -> None:
+    def correct(self, state: Softmax, correction: Correction, part: int) -> None:
         """Converts the softmax of this part, with index `part`, into the derivative of each token's loss by its logits, in place."""
         with torch.no_grad():
-            found.softmax.mul_(correction.factors[part][:, None])
-            of_target = found.has_target[:, None].to(found.softmax.dtype).mul_(-self._of_target)
-            found.softmax.scatter_add_(1, found.row[:, None], of_target)
+            state.softmax.mul_(correction.factors[part][:, None])
+            of_target = state.has_target[:, None].to(state.softmax.dtype).mul_(-self._of_target)
+            state.softmax.scatter_add_(1, state.row[:, None], of_target)
             if self._of_each:
-                found.softmax.sub_(self._of_each)
+                state.softmax.sub_(self._of_each)
 
-    def gradient(self, found: Softmax) -> Tensors:
+    def gradient(self, state: Softmax) -> Tensors:
         """Returns the contribution of TX to the output gradient, after `correct`: its sums, and a product that needs no correction."""
         with torch.no_grad():
-            return found.sums, found.in_layers_type @ self.weight.to(found.dtype)
+            return state.sums, state.in_layers_type @ self.weight.to(state.dtype)
 
-    def add_weight_gradients(self, found: Softmax) -> None:
-        """Adds the gradients of the rows, after `correct`; overwrites `found`."""
+    def add_weight_gradients(self, state: Softmax) -> None:
+        """Adds the gradients of the rows, after `correct`; overwrites its softmax."""
         with torch.no_grad():
-            by_logits = found.softmax.mul_(found.given.weight[:, None].to(found.softmax.dtype)).to(found.dtype)
+            by_logits = state.softmax.mul_(state.given.weight[:, None].to(state.softmax.dtype)).to(state.dtype)
             if self.weight.requires_grad:
-                self._gradients.add(self.weight, (by_logits.T @ found.given.output.to(by_logits.dtype)).to(self.weight.dtype))
+                self._gradients.add(self.weight, (by_logits.T @ state.given.output.to(by_logits.dtype)).to(self.weight.dtype))
             if self.bias is not None and self.bias.requires_grad:
                 self._gradients.add(self.bias, by_logits.sum(0).to(self.bias.dtype))
 

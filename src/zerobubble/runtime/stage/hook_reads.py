@@ -20,14 +20,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class HookReads:
-    """The hooks on parts, by name, of other stages than the last: `own` parts run on this rank, `other` ones on any.
+    """The hooks on parts, by name, of other stages than the last: `parts` run on this rank, `other` parts on any rank.
 
     A call takes about 15 ns for each module in these parts until one has a hook, then up to 1 ms for each hook.
     """
 
-    def __init__(self, loss_fn: Any = None, own: Parts = _NO_PARTS, other: Parts = _NO_PARTS) -> None:
+    def __init__(self, loss_fn: Any = None, parts: Parts = _NO_PARTS, other: Parts = _NO_PARTS) -> None:
         self._loss_fn = loss_fn
-        self._own = _Hooked(own)
+        self._parts = _Hooked(parts)
         self._other = _Hooked(other)
 
     def lacking(self) -> str:
@@ -36,7 +36,7 @@ class HookReads:
 
     def stored(self) -> str:
         """Returns the name of a module of this rank whose hook has stored a tensor where `loss_fn` looks, empty if there is none."""
-        return self._own.first(lambda module, hook: _has_stored(module, UsedPlaces(hook), UsedPlaces(self._loss_fn)))
+        return self._parts.first(lambda module, hook: _has_stored(module, UsedPlaces(hook), UsedPlaces(self._loss_fn)))
 
 
 class _Hooked:

@@ -24,16 +24,16 @@ _MAX_LISTED = 6
 _MEANS = {FULL.name: "the whole stage", NONE.name: "nothing"}
 
 
-def _is_chosen(given: Any) -> bool:
-    if isinstance(given, (str, type)):
-        return isinstance(given, str) or issubclass(given, nn.Module)
-    if isinstance(given, Sequence):
-        return bool(given) and all(isinstance(one, (str, type)) and _is_chosen(one) for one in given)
-    return callable(given) and not isinstance(given, nn.Module)
+def _is_chosen(chosen: Any) -> bool:
+    if isinstance(chosen, (str, type)):
+        return isinstance(chosen, str) or issubclass(chosen, nn.Module)
+    if isinstance(chosen, Sequence):
+        return bool(chosen) and all(isinstance(choice, (str, type)) and _is_chosen(choice) for choice in chosen)
+    return callable(chosen) and not isinstance(chosen, nn.Module)
 
 
-def _are_levels(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(isinstance(name, str) and _is_level(what) for name, what in given.items())
+def _are_levels(levels: Any) -> bool:
+    return isinstance(levels, Mapping) and all(isinstance(name, str) and _is_level(what) for name, what in levels.items())
 
 
 def _is_level(what: Any) -> bool:
@@ -68,15 +68,15 @@ class RecomputedParts(NamedTuple):
 
 
 class RecomputeLevels:
-    """The levels `given` by the user, by name. `of_stage` has the level of each stage in a schedule.
+    """The user's `levels`, by name. `of_stage` has the level of each stage in a schedule.
 
-    If `of_stage` is None, every stage has the one level given, or `full` if none is given. `measured` are those that a profile measures,
-    none if none are given. Raises `InputError` for reserved names.
+    If `of_stage` is None, every stage has the user's only level, or `full` without a level. A profile measures the levels `measured`, none
+    without levels. Raises `InputError` for reserved names.
     """
 
-    def __init__(self, given: GivenLevels | None, of_stage: Sequence[str] | None = None) -> None:
-        self.given: GivenLevels = given or {}
-        self.measured: tuple[str, ...] = () if given is None else (*given, FULL.name)
+    def __init__(self, levels: GivenLevels | None, of_stage: Sequence[str] | None = None) -> None:
+        self.given: GivenLevels = levels or {}
+        self.measured: tuple[str, ...] = () if levels is None else (*levels, FULL.name)
         self.of_stage = of_stage
         for name in (FULL.name, NONE.name):
             if name in self.given:
@@ -129,15 +129,15 @@ class RecomputeLevels:
         what = self._given_for(name, stage)
         if what is None:
             return RecomputedParts(name, None)
-        found: dict[str, nn.Module] = {}
+        parts: dict[str, nn.Module] = {}
         for path, part in module.named_modules():
-            if _is_among(what, path, part) and not any(_is_within(path, outer) for outer in found):
-                found[path] = part
-        for path in found:
+            if _is_among(what, path, part) and not any(_is_within(path, outer) for outer in parts):
+                parts[path] = part
+        for path in parts:
             _refuse_compiled(path, module, stage)
-        for path, part in found.items():
+        for path, part in parts.items():
             _refuse_in_place(path, part, stage)
-        return RecomputedParts(name, found)
+        return RecomputedParts(name, parts)
 
     def _given_for(self, name: str, stage: int) -> Chosen | None:
         """Returns the selection of level `name` for a stage, None for the whole stage."""
@@ -161,7 +161,7 @@ def _is_among(what: Chosen, path: str, part: nn.Module) -> bool:
     if isinstance(what, type):
         return isinstance(part, what)
     if isinstance(what, Sequence):
-        return any(_is_among(one, path, part) for one in what)
+        return any(_is_among(choice, path, part) for choice in what)
     return bool(what(path, part))
 
 
@@ -218,6 +218,6 @@ def refuse_empty_levels(levels: RecomputeLevels, gathered: Sequence[tuple[Sequen
     empty = [name for name in levels.given if not any(name in choosing for choosing, _ in gathered)]
     if empty:
         names = list(dict.fromkeys(name for _, names in gathered for name in names))
-        known = f"Modules in stages are called {', '.join(names)}: give patterns such as '*.{names[0]}'" if names else "They have none"
+        hint = f"Modules in stages are called {', '.join(names)}: give patterns such as '*.{names[0]}'" if names else "They have none"
         message = "recompute={{{empty!r}: ...}} chooses no module of any stage; the levels are {levels}. {known}"
-        raise InputError(message, empty=empty[0], levels=levels, known=known)
+        raise InputError(message, empty=empty[0], levels=levels, known=hint)

@@ -82,20 +82,20 @@ def measure(part: Part, calls: list[tuple[Any, Any]], device: torch.device, step
     """Returns the total cost of a part's calls in one microbatch: median times of `steps` runs, after a first run that counts bytes."""
     leaves, structures = zip(*(pytree.tree_flatten(call) for call in calls), strict=True)
     stages = [
-        make_stage("deferred", _BoundCall(part.module, found, structure), 0) for found, structure in zip(leaves, structures, strict=True)
+        make_stage("deferred", _BoundCall(part.module, inputs, structure), 0) for inputs, structure in zip(leaves, structures, strict=True)
     ]
-    own = [*part.module.parameters(), *part.module.buffers()]
+    state = [*part.module.parameters(), *part.module.buffers()]
     # Arguments that do not require grad, such as masks, belong to the batch. All parts of a stage share them, so they do not count.
-    shared = [tensor for found in leaves for tensor in _tensors(found) if not tensor.requires_grad]
-    held = [_run(stage, found, Meter([*own, *shared]), device) for stage, found in zip(stages, leaves, strict=True)]
-    runs = [[_run(stage, found, None, device) for stage, found in zip(stages, leaves, strict=True)] for _ in range(steps)]
+    shared = [tensor for inputs in leaves for tensor in _tensors(inputs) if not tensor.requires_grad]
+    held = [_run(stage, inputs, Meter([*state, *shared]), device) for stage, inputs in zip(stages, leaves, strict=True)]
+    runs = [[_run(stage, inputs, None, device) for stage, inputs in zip(stages, leaves, strict=True)] for _ in range(steps)]
     totals = [PartCost(*map(sum, zip(*run, strict=True))) for run in runs]
     return PartCost(
-        median_low(each.forward for each in totals),
-        median_low(each.backward for each in totals),
-        median_low(each.weight for each in totals),
-        sum(each.held_after_f for each in held),
-        sum(each.held_after_b for each in held),
+        median_low(total.forward for total in totals),
+        median_low(total.backward for total in totals),
+        median_low(total.weight for total in totals),
+        sum(run.held_after_f for run in held),
+        sum(run.held_after_b for run in held),
     )
 
 
@@ -108,8 +108,8 @@ class _BoundCall(nn.Module):
         self._leaves, self._structure = leaves, structure
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given = iter(tensors)
-        leaves = [next(given) if _is_float_tensor(leaf) else leaf for leaf in self._leaves]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if _is_float_tensor(leaf) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         output = self.module(*args, **kwargs)
         return tuple(_tensors(pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)))

@@ -153,8 +153,9 @@ class Stages:
         """Returns the hooks on parts of all stages before the last."""
         modules = {index: stage_alone(module) for index, module in self.modules.items()}
         last = modules.pop(last_stage, None)
-        own = {part.name: part.module for module in modules.values() if isinstance(module, HasModelParts) for part in module.model_parts()}
-        return HookReads(self.loss_fn, own, last.parts_elsewhere() if isinstance(last, SetsElsewhere) else {})
+        of_models = [module for module in modules.values() if isinstance(module, HasModelParts)]
+        parts = {part.name: part.module for module in of_models for part in module.model_parts()}
+        return HookReads(self.loss_fn, parts, last.parts_elsewhere() if isinstance(last, SetsElsewhere) else {})
 
     def _of_models(self) -> Iterator[FollowsModel]:
         stages = (stage_alone(module) for _, module in sorted(self.modules.items()))
@@ -241,8 +242,8 @@ class Stages:
 
     def meter(self, *batch: Any) -> Meter:
         """Returns a meter of the bytes that passes hold, excluding parameters, buffers and the tensors of `batch`."""
-        own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
-        return Meter([*own, *tensors_in(batch)])
+        state = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
+        return Meter([*state, *tensors_in(batch)])
 
 
 def all_parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -262,28 +263,28 @@ def _recompute_fault(stage: int, way: str) -> str:
     )
 
 
-def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int, seed: int) -> dict[int, nn.Module]:
+def modules_of(build: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int, seed: int) -> dict[int, nn.Module]:
     """Returns the modules of `rank` by stage, built or given in ascending order. Raises `InputError` for a wrong number or type.
 
     Each is built with a seed derived from this rank's `seed` and the stage. If all ranks have the same seed, the initial values of a stage
     do not depend on its rank, and stages differ from each other.
     """
     indices = sorted({stage for _, stage in schedule.placement.stages(rank)})
-    if isinstance(given, nn.Module):
-        given = [given]
-    if isinstance(given, Sequence):
-        if len(given) != len(indices):
+    if isinstance(build, nn.Module):
+        build = [build]
+    if isinstance(build, Sequence):
+        if len(build) != len(indices):
             raise InputError(
                 "schedule {schedule!r} puts stages {indices} on this rank, got {modules}",
                 schedule=schedule.name,
                 indices=indices,
-                got=len(given),
-                modules=counted(len(given), "module"),
+                got=len(build),
+                modules=counted(len(build), "module"),
                 remedy="give one module for each, or, to cut a whole model, pass zb.split(model)",
             )
-        built: list[Any] = list(given)
+        built: list[Any] = list(build)
     else:
-        built = [_built(given, index, schedule.num_stages, seed) for index in indices]
+        built = [_built(build, index, schedule.num_stages, seed) for index in indices]
     for index, module in zip(indices, built, strict=True):
         if not isinstance(module, nn.Module):
             raise wrong(f"stage {index}", module, "an nn.Module")

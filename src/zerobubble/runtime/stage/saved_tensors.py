@@ -85,7 +85,7 @@ class _Moving:
         self.on_device: Tensor | None = on_device
         self.on_host: Tensor | None = None
         self.counted: Held | None = None
-        self._saved = [ref(one) for one in saved]
+        self._saved = [ref(tensor) for tensor in saved]
         self._forms: list[tuple[ref[_Saved], _Form]] = []
 
     def leave(self, lane: CopyLane) -> tuple[Tensor, Tensor]:
@@ -98,15 +98,15 @@ class _Moving:
         """Drops the device memory. Returns False if that would free nothing, or if the source has changed."""
         saved = list(_alive(self._saved))
         assert self.on_device is not None
-        if any(one.is_changed for one in saved) or _num_holding(self.on_device) > 1 + len(saved):
+        if any(tensor.is_changed for tensor in saved) or _num_holding(self.on_device) > 1 + len(saved):
             return False
-        self._forms = [(ref(one), one.release()) for one in saved]
+        self._forms = [(ref(tensor), tensor.release()) for tensor in saved]
         self.on_device = None
         return bool(saved)
 
     def is_wanted(self) -> bool:
         """Returns whether any saved tensor in it is still alive."""
-        return any(one() is not None for one, _ in self._forms)
+        return any(reference() is not None for reference, _ in self._forms)
 
     def take(self, device: torch.device, meter: Meter | None) -> tuple[Tensor, Tensor]:
         """Prepares the copy back to the device; returns its target and source."""
@@ -120,9 +120,9 @@ class _Moving:
         assert self.on_device is not None
         storage = self.on_device.untyped_storage()
         for reference, form in self._forms:
-            one = reference()
-            if one is not None:
-                one.keep(form.tensor(storage))
+            tensor = reference()
+            if tensor is not None:
+                tensor.keep(form.tensor(storage))
 
 
 class KeptForAutograd:
@@ -146,16 +146,16 @@ class KeptForAutograd:
     def movable(self) -> list[tuple[Tensor, list[_Saved]]]:
         """Returns the storages that can be offloaded, as byte tensors, each with its saved tensors. Call it after the forward."""
         groups: dict[int, list[_Saved]] = {}
-        for one in _alive(self._saved):
-            if one.tensor is not None and _can_go(one.tensor, self._device):
-                groups.setdefault(one.tensor.untyped_storage()._cdata, []).append(one)
-        found = []
+        for candidate in _alive(self._saved):
+            if candidate.tensor is not None and _can_go(candidate.tensor, self._device):
+                groups.setdefault(candidate.tensor.untyped_storage()._cdata, []).append(candidate)
+        storages = []
         for saved in groups.values():
             assert saved[0].tensor is not None
             whole = _bytes_of(saved[0].tensor.untyped_storage())
             if whole.nbytes >= SMALLEST_BYTES and _num_holding(whole) == 1 + len(saved):
-                found.append((whole, saved))
-        return found
+                storages.append((whole, saved))
+        return storages
 
 
 class MovableBytes(KeptForAutograd):
@@ -191,23 +191,23 @@ class SavedTensors(KeptForAutograd):
 
     def begin_to_host(self) -> Copied:
         """Starts the copy to the host."""
-        return self._copy(Copying.TO_HOST, [one.leave(self._lane) for one in self._moving])
+        return self._copy(Copying.TO_HOST, [storage.leave(self._lane) for storage in self._moving])
 
     def release(self) -> None:
         """Waits for the copy, and drops the device memory."""
         self._wait()
-        self._moving = [one for one in self._moving if one.release()]
+        self._moving = [storage for storage in self._moving if storage.release()]
 
     def begin_back(self) -> Copied:
         """Allocates device memory, and starts the copy back."""
-        self._moving = [one for one in self._moving if one.is_wanted()]
-        return self._copy(Copying.FROM_HOST, [one.take(self._device, self._meter) for one in self._moving])
+        self._moving = [storage for storage in self._moving if storage.is_wanted()]
+        return self._copy(Copying.FROM_HOST, [storage.take(self._device, self._meter) for storage in self._moving])
 
     def come_back(self) -> None:
         """Waits for the copy; from here on, only autograd's saved tensors hold the memory."""
         self._wait()
-        for one in self._moving:
-            one.come_back()
+        for storage in self._moving:
+            storage.come_back()
         self._moving = []
 
     def _copy(self, copying: Copying, pairs: list[tuple[Tensor, Tensor]]) -> Copied:
@@ -221,7 +221,7 @@ class SavedTensors(KeptForAutograd):
 
 
 def _alive(references: Sequence[ref[_Saved]]) -> Iterator[_Saved]:
-    return (one for one in (reference() for reference in references) if one is not None)
+    return (tensor for tensor in (reference() for reference in references) if tensor is not None)
 
 
 def _can_go(tensor: Tensor, device: torch.device) -> bool:

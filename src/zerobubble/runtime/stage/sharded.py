@@ -59,7 +59,7 @@ class ShardedTensors:
 
         Collective: all ranks with shards of the same parameters must call it.
         """
-        found = {}
+        whole = {}
         for dimensions, parameters in self._parameters_along.items():
             peers, mine = self._peers[dimensions], [norms.get(parameter) for parameter in parameters]
             with peers.collective("combining the norms of sharded gradients"):
@@ -67,8 +67,8 @@ class ShardedTensors:
             for parameter, *parts in zip(parameters, *gathered, strict=True):
                 there = [norm for norm in parts if norm is not None]
                 if there:
-                    found[parameter] = _joined(there, order)
-        return found
+                    whole[parameter] = _joined(there, order)
+        return whole
 
     def largest(self, number: float, doing: str) -> float:
         """Returns the maximum over all ranks that run the same passes. Collective: all of them must call it."""

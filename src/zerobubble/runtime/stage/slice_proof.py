@@ -91,9 +91,9 @@ def _shortened(pieces: Sequence[Tensors]) -> list[Tensors]:
     kept = [range(start, start + min(TOKENS, length)) for start, length in zip(starts, lengths, strict=False)]
     shortened = []
     for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
-        own = torch.tensor([at - starts[number] for at in kept[number]])
+        of_slice = torch.tensor([at - starts[number] for at in kept[number]])
         so_far = torch.tensor([at for tokens in kept[: number + 1] for at in tokens])
-        chosen = {length: own} if number == 0 else {starts[number + 1]: so_far, length: own}
+        chosen = {length: of_slice} if number == 0 else {starts[number + 1]: so_far, length: of_slice}
         shortened.append(_with(piece, [_chosen(tensor.detach(), chosen) for tensor in _tensors(piece)]))
     return shortened
 
@@ -161,14 +161,14 @@ def _recorded(module: nn.Module, calls: list[_Call]) -> Iterator[None]:
 def _first_difference(whole: list[_Call], sliced: list[list[_Call]]) -> tuple[str, float] | None:
     """Returns the name of the first module that took the same values and returned others, with the relative difference."""
     *inner, last = whole
-    if any(len(each) != len(whole) for each in sliced):
+    if any(len(calls) != len(whole) for calls in sliced):
         inner = []
-    worst = _difference(last.returned, [each[-1].returned for each in sliced])
+    worst = _difference(last.returned, [calls[-1].returned for calls in sliced])
     if worst is None:
         return None
     for number, call in enumerate(inner):
-        difference = _difference(call.returned, [each[number].returned for each in sliced])
-        if difference is not None and _difference(call.took, [each[number].took for each in sliced]) is None:
+        difference = _difference(call.returned, [calls[number].returned for calls in sliced])
+        if difference is not None and _difference(call.took, [calls[number].took for calls in sliced]) is None:
             return call.name, difference
     return "", worst
 
@@ -179,7 +179,7 @@ def _difference(whole: list[Tensor], sliced: list[list[Tensor]]) -> float | None
     Tensors that slices do not divide along one dimension, such as masks, are not compared.
     """
     for number, tensor in enumerate(whole):
-        pieces = [each[number] for each in sliced if number < len(each)]
+        pieces = [tensors[number] for tensors in sliced if number < len(tensors)]
         dim = _cut_dim(tensor, pieces) if len(pieces) == len(sliced) and tensor.is_floating_point() else None
         if dim is None:
             continue

@@ -79,16 +79,16 @@ class _Shared:
         """Returns the gradient of a slice's own value, from that of all values up to it; the rest is kept for the slices before."""
         start, end = self.ends[number], self.ends[number + 1]
         self.pending.discard(number)
-        own = gradient.narrow(self.dim, start, end - start)
+        of_values = gradient.narrow(self.dim, start, end - start)
         if self.gradients is not None:
-            own = own + self.gradients.narrow(self.dim, start, end - start)
+            of_values = of_values + self.gradients.narrow(self.dim, start, end - start)
         if start:
             before = gradient.narrow(self.dim, 0, start)
             if self.gradients is None:
                 self.gradients = before.clone()
             else:
                 self.gradients = self.gradients.narrow(self.dim, 0, start).add_(before)
-        return own
+        return of_values
 
 
 class StageSlices:
@@ -147,7 +147,7 @@ class StageSlices:
         """Frees the buffers behind the first slice. Raises `InputError` if a gradient from later slices has not reached this one."""
         whole, piece = divmod(number, self.count)
         shared = self._shared.get(whole, {})
-        if any(piece in each.pending and each.gradients is not None for each in shared.values()):
+        if any(piece in values.pending and values.gradients is not None for values in shared.values()):
             raise InputError(
                 "stage {stage} leaves keys of slice {slice} to later slices, but its own outputs do not depend on them, so their gradient "
                 "is lost",

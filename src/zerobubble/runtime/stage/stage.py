@@ -343,7 +343,7 @@ class Stage:
         """Reports how the backward pass is split, as far as known, and which passes have work."""
         report = self.splitter.report()
         if self.head is not None:  # the rows of the head are not split
-            report = replace(report, in_b=tuple(each for each in report.in_b if each.parameter not in self.head.names))
+            report = replace(report, in_b=tuple(entry for entry in report.in_b if entry.parameter not in self.head.names))
         if self.recomputed is not None:
             report = replace(report, notes=(*report.notes, str(self.recomputed)))
         if self.flow.trains:
