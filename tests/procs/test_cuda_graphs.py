@@ -62,7 +62,7 @@ def spoil(tensor: Tensor) -> None:
         capture.copy_into(tensor, torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 1))
 
 
-def leave_nothing(slots: capture.Slots, microbatch: int) -> None:
+def leave_nothing(slots: capture.CaptureSlots, microbatch: int) -> None:
     """No one may read a slot after its last pass."""
     with torch.no_grad():
         for recording in slots._of_microbatch[microbatch].recordings.values():
@@ -71,7 +71,7 @@ def leave_nothing(slots: capture.Slots, microbatch: int) -> None:
     leave(slots, microbatch)
 
 
-leave = capture.Slots.leave
+leave = capture.CaptureSlots.leave
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def static_memory(warm_up: int) -> Iterator[None]:
     with (
         mock.patch.object(capture, "record", record),
         mock.patch.object(capture, "_WARM_UP", warm_up),
-        mock.patch.object(capture.Slots, "leave", leave_nothing),
+        mock.patch.object(capture.CaptureSlots, "leave", leave_nothing),
     ):
         yield
 
@@ -90,7 +90,7 @@ class OfOneMicrobatch:
 
     def __init__(self, num_returned: int = 1) -> None:
         self.weight = torch.full((3,), 2.0)
-        self.slots = capture.Slots()
+        self.slots = capture.CaptureSlots()
         self.captured = 0
         self.part = capture.CapturedPart(self.run, self.slots, num_returned, lambda: [self.weight])
 
@@ -173,7 +173,7 @@ def test_expanded_dimensions_are_copied_once() -> None:
 def test_what_cannot_be_captured_is_refused() -> None:
     def capturing(run: Callable[[list[Any]], Any]) -> None:
         with mock.patch.object(capture, "_WARM_UP", 0), mock.patch.object(capture, "record", run):
-            slots = capture.Slots()
+            slots = capture.CaptureSlots()
             slots.enter(0)
             capture.CapturedPart(lambda tensors: tensors, slots, 1, tuple)([torch.ones(2)])
 

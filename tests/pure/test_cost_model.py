@@ -570,7 +570,7 @@ def test_a_run_of_a_framework_keeps_the_bytes_of_its_pipeline(sizes: dict[str, i
     """Frameworks train weights in float32: 4 bytes for the weight, 4 for its gradient, 8 for Adam. FSDP2 shards them, and holds gathered
     weights in bfloat16 and whole gradients in float32 during a step."""
     model = replace(MODELS["llama3-70b"], layers=4)
-    layers = described_run.Run(model, tuple("abcdef"), 2, 8, 1, "none", **sizes).layers("H100")
+    layers = described_run.DescribedRun(model, tuple("abcdef"), 2, 8, 1, "none", **sizes).layers("H100")
     vocabulary = 128_256 * 8192
     assert sum(layer.parameters_bytes for layer in layers) == pytest.approx(of_one * model.parameters, rel=1e-6)
     assert layers[0].parameters_bytes == layers[-1].parameters_bytes == of_one * vocabulary

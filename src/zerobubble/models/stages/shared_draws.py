@@ -219,7 +219,7 @@ class DrawsMessages:
         """Returns the message that lets later stages draw the same numbers, with tensors on `device`."""
         states = None
         if draws.begun:
-            text = json.dumps((draws.begun, draws.after), default=_as_text).encode()
+            text = json.dumps((draws.begun, draws.after), default=lambda value: {_BYTES: b64encode(value).decode()}).encode()
             if len(text) > self._size:
                 self._size = len(text) * 5 // 4
             states = torch.frombuffer(bytearray(text.ljust(self._size)), dtype=torch.uint8).to(device)
@@ -237,10 +237,6 @@ def _read(message: Tensor) -> tuple[States, States]:
     """Returns the states before and after a forward."""
     begun, after = json.loads(message.cpu().numpy().tobytes(), object_hook=_as_bytes)
     return _as_tuple(begun), _as_tuple(after)
-
-
-def _as_text(value: bytes) -> dict[str, str]:
-    return {_BYTES: b64encode(value).decode()}
 
 
 def _as_bytes(entries: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -165,24 +166,24 @@ def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Par
     removed = [name for name in named if name in saved.keys() - in_optimizer]
     faults = [f"the optimizer has {name}, which it did not have when it was saved" for name in added[:1]]
     faults += [f"the optimizer lacks {name}, which it had when it was saved" for name in removed[:1]]
-    options = {parameter: saved[name][1] for name, parameter in named.items() if name in saved}
-    kinds = {parameter: saved[name][2] for name, parameter in named.items() if len(saved.get(name, ())) > 2}
+    saved_of = {parameter: saved[name] for name, parameter in named.items() if name in saved}
     for number, (optimizer, group) in enumerate(groups_of(optimizers)):
-        now, then = type(optimizer).__name__, set(_of_group(group, kinds))
-        if then - {now}:
-            saved_from = ", ".join(sorted(then))
-            faults.append(f"group {number} belongs to {now}, and its parameters were saved from {saved_from}: give these optimizers")
-        theirs = _of_group(group, options)
-        if any(option != theirs[0] for option in theirs):
-            faults.append(
-                f"group {number} of the optimizer has parameters that were saved with different options: "
-                "create the groups that it had when it was saved"
-            )
+        theirs = [saved_of[parameter] for parameter in group["params"] if parameter in saved_of]
+        faults += _group_faults(number, type(optimizer).__name__, theirs)
     return faults
 
 
-def _of_group(group: Mapping[str, Any], values: Mapping[nn.Parameter, Any]) -> list[Any]:
-    return [values[parameter] for parameter in group["params"] if parameter in values]
+def _group_faults(number: int, optimizer: str, saved: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Yields why a group cannot load what was saved for its parameters: from other optimizers, or with different options."""
+    kinds = set(chain.from_iterable(state[2:3] for state in saved))
+    if kinds - {optimizer}:
+        saved_from = ", ".join(sorted(kinds))
+        yield f"group {number} belongs to {optimizer}, and its parameters were saved from {saved_from}: give these optimizers"
+    if any(state[1] != saved[0][1] for state in saved):
+        yield (
+            f"group {number} of the optimizer has parameters that were saved with different options: "
+            "create the groups that it had when it was saved"
+        )
 
 
 def optimizer_targets(

@@ -22,7 +22,7 @@ from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.values.buffers import buffers_of
-from zerobubble.runtime.values.memory import local_part
+from zerobubble.runtime.values.memory import local_part, version_of
 
 
 class _Seen(NamedTuple):
@@ -136,7 +136,7 @@ def watched_copies(modules: Mapping[int, nn.Module], shared: SharedGradients, re
 
 
 def _see(tensor: Tensor | None, *, reads: bool) -> _Seen:
-    return _NOTHING if tensor is None else _Seen(tensor, _version(tensor), tensor.data_ptr(), _content(tensor) if reads else None)
+    return _NOTHING if tensor is None else _Seen(tensor, version_of(tensor), tensor.data_ptr(), _content(tensor) if reads else None)
 
 
 def _has_changed(tensor: Tensor | None, before: _Seen) -> bool:
@@ -144,13 +144,9 @@ def _has_changed(tensor: Tensor | None, before: _Seen) -> bool:
         return True
     if tensor is None:
         return False
-    if (_version(tensor), tensor.data_ptr()) != (before.version, before.address):
+    if (version_of(tensor), tensor.data_ptr()) != (before.version, before.address):
         return True
     return before.content is not None and not torch.equal(_content(tensor).nan_to_num(), before.content.nan_to_num())
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _content(tensor: Tensor) -> Tensor:

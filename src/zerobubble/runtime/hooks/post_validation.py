@@ -431,7 +431,7 @@ class StageSnapshot:
         modules = list(modules)
         named = [entry for module in modules for entry in module.named_parameters() if local_part(entry[1]) is entry[1]]
         self._parameters = [(name, parameter, parameter._version) for name, parameter in named]
-        parts = [part for module in modules for part in module.modules()]
+        parts = chain.from_iterable(module.modules() for module in modules)
         self._buffers_of = [(part, buffers) for part in parts if (buffers := buffers_of(part))]
         held = chain.from_iterable(buffers.values() for _, buffers in self._buffers_of)
         self._contents = {buffer: buffer.clone() for buffer in held if buffer is not None}

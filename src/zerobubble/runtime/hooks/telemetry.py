@@ -177,7 +177,7 @@ def _report_of(
 
 
 def _pass_seconds(spans: Sequence[tuple[Op, int, int]], steps: Mapping[tuple[int, int], int]) -> dict[str, float]:
-    """Returns the median seconds of the passes of each kind and stage, without overlapped passes, whose times cannot be told apart.
+    """Returns the median seconds of the passes of each kind and stage, without overlapped passes, whose times cannot be separated.
 
     `steps` are the begins and ends of passes, with the number of passes in each.
     """

@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.values.memory import sampled_bytes
+from zerobubble.runtime.values.memory import sampled_bytes, version_of
 
 _READ_NOTHING = ("AddBackward0", "SubBackward0")
 """Autograd nodes whose backward pass reads none of their operands."""
@@ -105,13 +105,13 @@ class _Read:
     def __init__(self, what: str, tensor: Tensor) -> None:
         self.what = what
         self.tensor = tensor
-        self._version = _version_of(tensor)
+        self._version = version_of(tensor)
         self._sample = _sample_of(tensor)
 
     @property
     def is_overwritten(self) -> bool:
         """Whether it was overwritten. Autograd itself compares the versions of parameters where backward reads them."""
-        if _version_of(self.tensor) != self._version:
+        if version_of(self.tensor) != self._version:
             return not isinstance(self.tensor, nn.Parameter)
         return self.holds_another_sample
 
@@ -120,10 +120,6 @@ class _Read:
         """Whether the sampled bytes differ."""
         now = _sample_of(self.tensor)
         return now is not None and self._sample is not None and not torch.equal(now, self._sample)
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _sample_of(tensor: Tensor) -> Tensor | None:

@@ -28,6 +28,11 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was changed in place, 0 for an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Returns the local part of a DTensor, and any other tensor as it is."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
