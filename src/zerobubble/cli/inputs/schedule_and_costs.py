@@ -282,7 +282,7 @@ def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
     except InputError as error:
         work = [sum(column) / schedule.num_ranks / NS_PER_MS for column in (costs.forward, costs.backward, costs.weight)]
         times = ",".join(f"{time:.4g}" for time in work)
-        remedy = f"profile a pipeline of {schedule.name}, or instead of {file} give its mean work per rank, --times {times}"
+        remedy = f"call pipe.profile with {schedule.name}, or instead of {file} give its mean work per rank, --times {times}"
         raise InputError("{reason}; {remedy}", reason=str(error), remedy=remedy) from error
     return Costed(schedule, costs, _costs_of(file), is_measured=True)
 
