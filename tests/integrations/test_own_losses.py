@@ -11,7 +11,7 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 
 from tests.integrations.ranks import cases_played, run_program
-from tests.integrations.train_with_own_losses import CASES, DRAWN, RAISING, REFUSED, REFUSED_OF_REPLICAS
+from tests.integrations.train_with_own_losses import CASES, DRAWN, METERED, RAISING, REFUSED, REFUSED_OF_REPLICAS
 from tests.refusals import raises
 from tests.thinned import long_if
 from zerobubble import InputError
@@ -39,7 +39,7 @@ def pipelined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The folder that a pipeline of two ranks leaves."""
     folder = tmp_path_factory.mktemp("two")
     cases = cases_played(request, "test_losses_train_as_on_one_device")
-    run_program(PROGRAM, folder, "--cases", *sorted(cases), *REFUSED, *DRAWN, *RAISING, ranks=2)
+    run_program(PROGRAM, folder, "--cases", *sorted(cases), *REFUSED, *METERED, *DRAWN, *RAISING, ranks=2)
     return folder
 
 
@@ -106,6 +106,15 @@ def test_losses_that_a_pipeline_cannot_compute_are_refused_on_all_ranks(case: st
     errors = [result(pipelined, case, rank) for rank in (0, 1)]
     assert [error["error"] for error in errors] == ["InputError", "InputError"], errors
     assert errors[0]["text"] == errors[1]["text"]
+
+
+@pytest.mark.refuses("metrics, meters, buffers and variables that compute_loss changes")
+@pytest.mark.parametrize("case", METERED)
+def test_state_that_a_loss_changes_for_each_microbatch_is_refused_by_its_name(case: str, pipelined: Path) -> None:
+    for rank in (0, 1):
+        error = result(pipelined, case, rank)
+        assert error["error"] == "InputError", error
+        assert case.removeprefix("changes ") in error["text"]
 
 
 @pytest.mark.feature("an error of a callback on one rank: one error, no hang")

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
+from torchmetrics import MeanMetric
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -52,6 +53,7 @@ WHISPER |= {"vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layer
 WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 MASK = 63
 RARE = 41
+SEEN: list[float] = []
 POSITIONS = ("start_positions", "end_positions")
 
 
@@ -214,6 +216,23 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "m
 
 def mean_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return token_losses(outputs.logits, labels)
+
+
+class Meter:
+    """A sum, as in a script's own AverageMeter."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Center(nn.Module):
+    """A buffer that a loss moves."""
+
+    values: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.zeros(1))
 
 
 def model_with_own_state_dict() -> Any:
@@ -430,6 +449,26 @@ def classes(base: Any, generating: Any) -> dict[str, Any]:
         def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
             loss = token_losses(logits, labels)
             self.seen["ce"].append(loss.item())
+            return loss
+
+    class Metered(Mean):
+        """Changes what attributes hold: a Metric, a meter of its own, a buffer, or a list of its file."""
+
+        def __init__(self, changes: str, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.changes = changes
+            self.mean, self.meter, self.center = MeanMetric(), Meter(), Center()
+
+        def loss_of(self, logits: Any, labels: Any, inputs: Any) -> Any:
+            loss = token_losses(logits, labels)
+            if self.changes == "self.mean":
+                self.mean.update(loss.detach())
+            elif self.changes == "self.meter":
+                self.meter.total += loss.item()
+            elif self.changes == "self.center":
+                self.center.values.add_(logits.detach().mean())
+            else:
+                SEEN.append(loss.item())
             return loss
 
     class Reduced(Mean):
@@ -715,6 +754,10 @@ DRAWN: dict[str, dict[str, Any]] = {
     "drawn with weights": {"kind": "Drawn", "data": full_tokens, "loss_weight": lambda inputs: len(inputs["labels"])},
 }
 """What draws random numbers for each microbatch."""
+METERED: dict[str, dict[str, Any]] = {
+    f"changes {name}": {"kind": "Metered", "arguments": {"changes": name}} for name in ("self.mean", "self.meter", "self.center", "SEEN")
+}
+"""What changes state for each microbatch."""
 RAISING: dict[str, dict[str, Any]] = {
     "raised on one rank": {"kind": "Mean", "callbacks": [RaisesOnOneRank]},
     "penalty in compute_loss": {"kind": "ReadsWeights", "data": full_tokens},
@@ -798,7 +841,9 @@ def main() -> None:
     warnings.filterwarnings("error", "eval_step", UserWarning)  # users of Trainer do not call it
     rank = int(os.environ.get("RANK", 0))
     for name in options.cases:
-        trainer = trainer_of(options.folder / name, (CASES | REFUSED | REFUSED_OF_REPLICAS | DRAWN | RAISING)[name], options.replicas)
+        trainer = trainer_of(
+            options.folder / name, (CASES | REFUSED | REFUSED_OF_REPLICAS | METERED | DRAWN | RAISING)[name], options.replicas
+        )
         result = play(trainer)
         weights = {} if "error" in result else trainer.model.state_dict()
         if hasattr(trainer, "close"):

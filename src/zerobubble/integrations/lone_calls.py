@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.whole_model import replaced
+from zerobubble.runtime.frameworks import Items, Place
 
 CONTAINERS = (list, dict, set)
 COLLECTIVES = tuple(
@@ -103,6 +104,11 @@ def _place_of_caller() -> str:
 def numbers_of(owner: Any) -> dict[str, float]:
     """Returns the attributes of an object that are numbers."""
     return {name: value for name, value in vars(owner).items() if type(value) in (int, float)}
+
+
+def name_of_change(name: str, place: Place) -> str:
+    """Returns how an error names what has changed: of a list, the list."""
+    return place.path if isinstance(place, Items) else name
 
 
 @contextmanager

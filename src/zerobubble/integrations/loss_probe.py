@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.batches import num_samples, samples_of
-from zerobubble.integrations.lone_calls import unchanged
+from zerobubble.integrations.lone_calls import CONTAINERS, name_of_change, unchanged
 from zerobubble.integrations.loss_calls import PENALTIES, LossCalls, Microbatches
 from zerobubble.integrations.loss_rules import Comparison, are_near, with_other_labels
 from zerobubble.integrations.sample_outputs import JoinedOutput
 from zerobubble.integrations.whole_model import replaced
-from zerobubble.runtime.frameworks import RandomStates, states_restored
+from zerobubble.runtime.frameworks import GENERATORS, PythonState, RandomStates, changed, is_constant_code, put_back, states_restored
 
 HALVES = (torch.float16, torch.bfloat16)
 SKIPPED = ("train_dataset", "eval_dataset")
@@ -85,6 +85,7 @@ class Prober:
         self._rounding_of_weights = 3e-3 if halves else 2e-5
         self._rounding = self._rounding_of_weights if trainer.accelerator.mixed_precision == "no" else 3e-3  # of the model
         self._uses_models = False
+        self._objects = PythonState()
         attention = getattr(getattr(trainer.model, "config", None), "_attn_implementation", None)
         self.num_tries = 0 if "flash" in str(attention) else TRIES  # it runs in autocast only
         """The number of other weights with which a loss may be asked."""
@@ -103,7 +104,8 @@ class Prober:
         parts += [parts[0]] * (-len(parts) % self._trainer._num_microbatches)
         probe = Probe(parts, trains, items, not trains, is_compared=True, width=len(rows) + 1, num_groups=len(wholes))
         probe.start = RandomStates.now(device)
-        with states_restored(None, device), unchanged(self._trainer, SKIPPED):
+        self._objects = self._state_of_objects()
+        with states_restored(None, device), unchanged(self._trainer, SKIPPED), self._objects_unchanged():
             for index in range(len(parts)):
                 probe.start.set()
                 self._calls.capture(probe, index, keeps=False)
@@ -161,18 +163,46 @@ class Prober:
         device = self._trainer.args.device
         with ExitStack() as stack:
             stack.enter_context(states_restored(probe.start, device))
-            changed = stack.enter_context(unchanged(self._trainer, SKIPPED))
+            attributes = stack.enter_context(unchanged(self._trainer, SKIPPED))
+            objects = stack.enter_context(self._objects_unchanged())
             stack.enter_context(self._models_noted())
             if probe.trains:
                 stack.enter_context(self._trainer._pipe._steps.cut_model.refusing_reads(self._refused))
             output = stack.enter_context(_copied(output, records=probe.trains))
             called = self._calls.call(probe, index, output)
             probe.draws |= not RandomStates.now(device).is_same_as(probe.start)
-        if changed := [name for name in changed if name not in self._calls.covered]:
-            place = f"{self._calls.name} changes self.{changed[0]}"
+        if names := [*(f"self.{name}" for name in attributes if name not in self._calls.covered), *objects]:
+            place = f"{self._calls.name} changes {names[0]}"
             reason = "a pipeline runs it once for each microbatch, on one rank"
             probe.faults.append(f"{place}, and {reason}: change it in a callback, or log with self.log")
         return {LOSS: float(called.loss.detach()), **called.numbers}
+
+    def _state_of_objects(self) -> PythonState:
+        """Returns the state of what the trainer's attributes hold, such as a meter, and of variables that code of its class uses.
+
+        Models are left out: what their forwards keep is a cache.
+        """
+        trainer = self._trainer
+        held = {
+            f"self.{name}": value
+            for name, value in vars(trainer).items()
+            if name not in (*SKIPPED, *self._calls.covered)
+            and (isinstance(value, CONTAINERS) or _is_stateful(value) or not is_constant_code(type(value).__module__))
+        }
+        held |= {"compute_loss_func": trainer.compute_loss_func} if trainer.compute_loss_func is not None else {}
+        return PythonState(held, type(trainer), left_out=(trainer, trainer.model, trainer.model_wrapped, trainer.args))
+
+    @contextmanager
+    def _objects_unchanged(self) -> Iterator[list[str]]:
+        """A context that undoes changes of objects. At its end, the list has the names of what has changed."""
+        before = self._objects.snapshot()
+        names: list[str] = []
+        try:
+            yield names
+        finally:
+            names += [name_of_change(name, place) for name, place in changed(before).items() if place.path not in GENERATORS]
+            for fault in put_back(before) if names else []:
+                raise fault
 
     def _refuse_counts(self, probe: Probe, index: int, output: Any, numbers: dict[str, float]) -> None:
         """Raises `InputError` if numbers depend on the number of processes, unless it is a factor of the loss. Calls count one process."""
@@ -235,6 +265,11 @@ class Prober:
     def _raised(self, error: Exception, microbatch: Any) -> str:
         count, reason = num_samples(microbatch, self._dims), f"{type(error).__name__}: {error}"
         return f"{self._calls.name} fails for a microbatch of size {count}, and a pipeline calls it for each microbatch: {reason}"
+
+
+def _is_stateful(value: Any) -> bool:
+    """Returns whether an attribute is a module that only counts, such as a Metric, and no model."""
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is None
 
 
 @contextmanager

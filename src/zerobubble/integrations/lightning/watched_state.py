@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from zerobubble.integrations.lone_calls import CONTAINERS
-from zerobubble.runtime.frameworks import GENERATORS, Items, Place, PythonState, Snapshot, changed, is_constant_code, put_back
+from zerobubble.integrations.lone_calls import CONTAINERS, name_of_change
+from zerobubble.runtime.frameworks import GENERATORS, Place, PythonState, Snapshot, changed, is_constant_code, put_back
 
 _OF_LIGHTNING = frozenset(f"self.{name}" for name in vars(pl.LightningModule()))
 """Attributes of every LightningModule, which Lightning itself changes."""
@@ -45,7 +45,7 @@ class WatchedState:
         for name, place in changed(before).items():
             is_own = name in _OF_LIGHTNING or place.path in GENERATORS
             if not is_own and not (id(place.owner) in libraries and name.rpartition(".")[2].startswith("_")):
-                found.append(_name_of(name, place))
+                found.append(name_of_change(name, place))
 
     @contextmanager
     def kept_in_objects(self) -> Iterator[None]:
@@ -75,8 +75,3 @@ def _containers(value: Any) -> Iterator[int]:
 
 def _is_of_library(module: nn.Module) -> bool:
     return is_constant_code(type(module).__module__)
-
-
-def _name_of(name: str, place: Place) -> str:
-    """Returns how an error names what has changed: of a list, the list."""
-    return place.path if isinstance(place, Items) else name
