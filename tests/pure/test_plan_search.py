@@ -225,6 +225,14 @@ def test_where_the_list_scheduler_makes_nothing_the_rows_known_before_are_search
     assert check(problem, search(problem, bound(problem), seconds=0, evaluations=30_000)) == 30
 
 
+@pytest.mark.parametrize("evaluations", [4_999, 5_000, 12_000])
+def test_more_evaluations_of_a_small_problem_find_no_longer_schedule(evaluations: int) -> None:
+    """Beyond 4,999 evaluations, another search took over, whose schedule took 348 ms. Windows prove 342 ms."""
+    placement, work = Placement.linear(4), Workload.uniform(4, (10, 12, 8), 1.0, held=0.8)
+    problem = Problem(placement, 8, work.costs(placement), work.limits(3))
+    assert check(problem, search(problem, bound(problem), seconds=0, evaluations=evaluations)) == 342_000_000
+
+
 @pytest.mark.parametrize(("memory", "most"), [(0.5, 1.18), (1.0, 1.17), (1.5, 1.16), (2.0, 1.03)])
 def test_work_whose_b_leaves_twice_of_what_f_saved_is_planned_near_its_bound(memory: float, most: float) -> None:
     """With B and W apart alone, the last three take 1.96, 1.51 and 1.19 times the bound, and nothing fits in the first."""

@@ -20,12 +20,7 @@ ANNEALED_PASSES, LISTED_PASSES = 3_000_000, 300_000
 """Passes of moved schedules, and of list schedules, between two checks of the clock: some hundredths of a second."""
 
 REFUSED_PER_PLAY = 16
-"""The number of moves that count as at least one schedule, played or not."""
-
-
-def counted_plays(passes: int, size: int, moves: int) -> int:
-    """The schedules of `size` passes that `moves` count as, of which this many passes were played again."""
-    return max(-(-passes // size), -(-moves // REFUSED_PER_PLAY))
+"""The number of moves that count as at least one schedule, played or not, so that a search ends if all its moves are refused."""
 
 
 @dataclass
@@ -184,33 +179,36 @@ class SearchState:
             chunk = max(1, min(moves - tried, ANNEALED_PASSES // self.tables.size, self.budget.left))
             next_over = max((tried + chunk) / moves, over)
             warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
-            goal, cost, used = anneal(self.tables, rows, scratch, best, goal, self.bound, cost, share_of_sum, warm, cool, chunk)
-            self.budget.used += used
+            goal, cost, moved = anneal(self.tables, rows, scratch, best, goal, self.bound, cost, share_of_sum, warm, cool, chunk)
+            self._count_moves(moved, scratch)
             tried += chunk
             over = max(next_over, (self.budget.spent - start) / share)
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")
         return best
 
     def anneal_played(self, order: Any, plays: int, hot: float) -> None:
-        """Anneals `order` from `hot` mean pass times to a tenth of it, until `plays` schedules have been played.
-
-        Unlike `anneal_order`, this hardly counts moves that are refused before they are played, as most are if memory is tight.
-        `REFUSED_PER_PLAY` of them count as one schedule, so that the search ends if all are refused.
-        """
+        """Anneals `order` from `hot` mean pass times to a tenth of it, until `plays` schedules have been played."""
         rows, best = self.played(order), copy_of(order)
         assert rows is not None, "only rows that have been played are annealed"
         share_of_sum, scratch, goal, cost = self._begin_moves(rows)
-        mean, used, played = mean_pass(self.tables), 0, 0
+        mean, used = mean_pass(self.tables), 0
         while used < plays and self.time > self.bound:
             chunk = min(max(REFUSED_PER_PLAY, (plays - used) // 16), plays - used)  # small steps of temperature
             warmth = mean * hot * 0.1 ** (used / plays)
             arguments = (self.tables, rows, scratch, best)
             goal, cost, moves = anneal(*arguments, goal, self.bound, cost, share_of_sum, warmth, warmth, chunk)
-            now = int(scratch.played[0])
-            counted = counted_plays(now - played, self.tables.size, moves)
-            self.budget.used += counted
-            used, played = used + counted, now
+            used += self._count_moves(moves, scratch)
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")
+
+    def _count_moves(self, moves: int, scratch: MoveScratch) -> int:
+        """Returns as how many schedules `moves` count, adds them to the budget, and clears the passes played in `scratch`.
+
+        Moves that are refused before they are played, as most are if memory is tight, hardly count.
+        """
+        plays = max(-(-int(scratch.played[0]) // self.tables.size), -(-moves // REFUSED_PER_PLAY))
+        scratch.played[0] = 0
+        self.budget.used += plays
+        return plays
 
     def _begin_moves(self, rows: Rows) -> tuple[float, MoveScratch, int, float]:
         """Returns the start values for annealing played rows: the weight of the sum of times in their cost, buffers, time and cost."""
