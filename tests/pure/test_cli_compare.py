@@ -184,14 +184,6 @@ def test_bad_input_is_refused_in_one_sentence(args: str, said: str) -> None:
     assert said in refused(*args.split())
 
 
-@pytest.mark.parametrize("verb", ["compare", "table", "check"])
-def test_help_gives_examples(verb: str) -> None:
-    text = run(verb, "--help").stdout
-    assert f"zerobubble {verb} " in text
-    assert "Examples:" in text
-    assert "--json" in text
-
-
 def test_table_shows_closed_forms_and_simulation_agreeing() -> None:
     rows = json.loads(run("table", *SHAPE, "--json").stdout)
     assert [row["name"] for row in rows] == [name for name in TRAINING if SCHEDULES[name].allows(4, 8)]

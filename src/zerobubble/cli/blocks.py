@@ -45,15 +45,15 @@ class BlockOptions(Counts):
 @click.option("-o", "--output", callback=file_for(".txt", ".json"), metavar="FILE", help="Write the finished schedule to this file.")
 @json_option
 def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str | None, as_json: bool) -> None:
-    """Make a schedule of the building block NAME.
-
-    NAME is a published block, or a file with a block of your own; - is stdin. Prints the block, the lifespan and memory of each rank, and
-    the figures of the block repeated, squeezed and reordered, in slots. The number of microbatches is three per rank if not given.
+    """Make a schedule by repeating the building block NAME, the passes of one microbatch.
 
     \b
     Examples:
       zerobubble block v-half --ranks 4 --microbatches 8 --svg steps.svg
       zerobubble block mine.txt --microbatches 12 -o mine-schedule.txt
+
+    NAME is a published block, or a file with a block of your own; - is stdin. Prints the block, the lifespan and memory of each rank, and
+    the figures of the block repeated, squeezed and reordered, in slots. The number of microbatches is three per rank if not given.
     """
     shown = _find(name, options.ranks)
     count = 3 * shown.placement.num_ranks if options.microbatches is None else options.microbatches

@@ -49,17 +49,17 @@ _ROW = re.compile(r"\s*rank\s+[0-9]+\s*:")
 def check(ctx: click.Context, name: str, shape: Shape, replicas: int, as_json: bool) -> None:
     """Check whether the schedule NAME can run.
 
-    NAME is a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. It may also be the name of a known schedule.
-
-    Prints every fault with its place in the file, root causes first. For a legal schedule, prints the known schedule that it equals or is
-    closest to, and what its communicators hold over NCCL. The exit code is 0 for a legal schedule, 1 for a faulty one, and 2 for a file
-    that cannot be read.
-
     \b
     Examples:
       zerobubble check mine.csv
       zerobubble check plan.json --json
       zerobubble make zb-h2 --ranks 4 --microbatches 8 | zerobubble check -
+
+    NAME is a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. It may also be the name of a known schedule.
+
+    Prints every fault with its place in the file, root causes first. For a legal schedule, prints the known schedule that it equals or is
+    closest to, and what its communicators hold over NCCL. The exit code is 0 for a legal schedule, 1 for a faulty one, and 2 for a file
+    that cannot be read.
     """
     named = find_schedule(name, shape)
     schedule = named.schedule

@@ -37,9 +37,19 @@ class ClusterOptions:
     gpu: str | None = option(
         "--gpu", metavar="NAME", help="GPU, such as H100, or a file of doctor --measure. Also for --layers and --from."
     )
-    gpus: int | None = option("--gpus", type=int, metavar="N", help="Number of GPUs.")
-    batch: int | None = option("--batch", type=int, metavar="N", help="Sequences per step; by default as published.")
-    sequence: int | None = option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens of a sequence.")
+    gpus: int | None = option("--gpus", type=int, metavar="N", help="Number of GPUs; needed with CONFIG.")
+    batch: int | None = option(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="Sequences per step, over all replicas; by default as published, or 2^19 tokens of a config.json.",
+    )
+    sequence: int | None = option(
+        "--sequence",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Tokens of a sequence; by default as published, or at most 4096 of a config.json.",
+    )
     precision: str = option("--precision", default="bf16", metavar="NAME", help="Precision of linear layers, bf16 or fp8.")
     gradients: str | None = option(
         "--gradients",

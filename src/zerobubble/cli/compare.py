@@ -62,10 +62,7 @@ def compare(
     width: int | None,
     as_json: bool,
 ) -> None:
-    """Compare the schedules NAMES with the same work on every rank, for any number of stages.
-
-    Each is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without --ranks or
-    --microbatches, the shape is that of the first file, or of the costs file. Without costs, all schedules use those of the first plan.
+    """Compare schedules by step time, bubble and memory, with the causes of their idle time.
 
     \b
     Examples:
@@ -73,6 +70,10 @@ def compare(
       zerobubble compare mine.csv zb-h1 --svg both.svg
       zerobubble compare plan.json 1f1b zb-v --html plan.html
       zerobubble compare gpipe 1f1b --ranks 4 --microbatches 8 --costs costs.json --message-bytes 4194304
+
+    Each of NAMES is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Every rank has
+    the same work, for any number of stages. Without --ranks or --microbatches, the shape is that of the first file, or of the costs file.
+    Without costs, all schedules use those of the first plan.
     """
     inputs = list(_named(find_schedules(names, shape, costing)))
     costed = [with_offloads_of_plan(costs, named) for costs, named in zip(with_costs(inputs, costing), inputs, strict=True)]

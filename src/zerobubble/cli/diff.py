@@ -55,14 +55,14 @@ NOTE = "Times in ms: work and idle time of a rank by cause. Each row adds up to 
 def diff_command(plan: str, run: str, shape: Shape, costing: CostOptions, pictures: PictureFiles, trace: str | None, as_json: bool) -> None:
     """Explain the differences between the measured timeline RUN and the PLAN, by rank and cause.
 
-    PLAN is the schedule that ran: a plan, or with --costs or --times a known schedule, a schedule file (text or JSON) or PyTorch's
-    schedule CSV; - is stdin. A known schedule has the ranks and microbatches of the run. RUN is the JSON of `Pipeline.timeline`.
-
     \b
     Examples:
       zerobubble diff plan.json run.json
       zerobubble diff zb-h1 run.json --costs costs.json
       zerobubble diff zbv.txt run.json --costs costs.json --html diff.html --trace diff.trace.json
+
+    PLAN is the schedule that ran: a plan, or with --costs or --times a known schedule, a schedule file (text or JSON) or PyTorch's
+    schedule CSV; - is stdin. A known schedule has the ranks and microbatches of the run. RUN is the JSON of `Pipeline.timeline`.
     """
     measured = read_timeline(run)
     costed = _planned(plan, shape if is_file(plan) else _shape_of(measured, shape), costing)

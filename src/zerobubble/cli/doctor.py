@@ -86,6 +86,13 @@ class Finding:
 def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, file: str | None, as_json: bool) -> None:
     """Check this machine: versions, limits, clocks, devices, and a training step of two ranks. Begin bug reports with the output.
 
+    \b
+    Examples:
+      zerobubble doctor
+      zerobubble doctor --measure gpu.json
+      zerobubble doctor --gpu
+      zerobubble doctor --json
+
     Two processes train one step of a small pipeline on CPUs, over gloo, and compare their gradients with those of one process. A line
     marked "note" describes something that only some runs need. The exit code is 1 if a line is marked "failed". Each of these lines ends
     with the remedy. It takes a few seconds on an idle machine.
@@ -93,13 +100,6 @@ def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, file: str | None,
     --measure takes some 20 seconds more. It measures matrix products, attention, copies in memory, messages and sums between the two ranks,
     each on its own GPU or thread of a CPU, and writes them as the figures of a GPU. Links between hosts are not measured: set
     network_bandwidth in the file.
-
-    \b
-    Examples:
-      zerobubble doctor
-      zerobubble doctor --measure gpu.json
-      zerobubble doctor --gpu
-      zerobubble doctor --json
     """
     if file is not None:
         _require_json(file)

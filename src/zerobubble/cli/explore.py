@@ -70,14 +70,14 @@ def announcer(command: str, note: str, no_browser: bool, as_json: bool = False) 
 def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
     """Open a page that shows any schedule with its picture and figures, and updates them as you change values.
 
-    Choose a schedule, ranks, microbatches, times, messages, a slow link and the memory. Point at passes and bubbles for their causes. Save
-    the result in any form, with the command and the Python code that reproduce it. The address of the page contains all values, so it can
-    be shared. The command serves the page on this machine only, until Ctrl-C.
-
     \b
     Examples:
       zerobubble explore
       zerobubble explore --port 0 --no-browser --json
+
+    Choose a schedule, ranks, microbatches, times, messages, a slow link and the memory. Point at passes and bubbles for their causes. Save
+    the result in any form, with the command and the Python code that reproduce it. The address of the page contains all values, so it can
+    be shared. The command serves the page on this machine only, until Ctrl-C.
     """
     require_libraries("explore")
     from zerobubble.explorer.app import make_app

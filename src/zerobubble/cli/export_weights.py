@@ -19,13 +19,13 @@ from zerobubble.io import export_weights
 def export_weights_command(checkpoint: str, folder: str, config: str, adapter: str | None, as_json: bool) -> None:
     """Write the weights of a zb.save checkpoint to a folder for from_pretrained of Transformers.
 
-    FOLDER gets config.json and safetensors, in the dtypes of training. With --adapter, it gets the adapter alone, for PeftModel. This needs
-    one process and memory for the weights, however many ranks wrote the checkpoint.
-
     \b
     Examples:
       zerobubble export-weights checkpoint exported --config llama/config.json
       zerobubble export-weights checkpoint exported --config llama/config.json --adapter lora
+
+    FOLDER gets config.json and safetensors, in the dtypes of training. With --adapter, it gets the adapter alone, for PeftModel. This needs
+    one process and memory for the weights, however many ranks wrote the checkpoint.
     """
     export_weights(checkpoint, folder, config, adapter=adapter)
     click.echo(json.dumps({"folder": folder}) if as_json else f"wrote {folder}")

@@ -220,24 +220,18 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 @click.version_option(__version__, message="zerobubble %(version)s")
 @click.pass_context
 def group(ctx: click.Context) -> None:
-    """List, draw, make, check, compare and plan pipeline-parallel schedules, and compare runs with plans.
-
-    Commands accept a known schedule by name, or a file: a schedule (text or JSON), a plan with its costs, or PyTorch's schedule CSV.
+    """Plan, draw and check the order in which GPUs work on the stages of a model, and explain where runs differ from it.
 
     \b
     Examples:
-      zerobubble list
       zerobubble show zb-h1 --ranks 4 --microbatches 8
-      zerobubble make zb-v --ranks 4 --microbatches 8 --format torch-csv -o zbv.csv
-      zerobubble check zbv.csv
       zerobubble compare 1f1b zb-h1 zb-v --ranks 4 --microbatches 8 --comm 0.1
-      zerobubble table --ranks 8 --microbatches 24
-      zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8 -o plan.json
-      zerobubble show plan.json
+      zerobubble plan config.json --gpu H100 --gpus 8 --pipeline-only
       zerobubble diff plan.json run.json
-      zerobubble trace rank0.json rank1.json --html trace.html
 
-    Every command has --help with examples, and --json. Invalid input gives one sentence on stderr and exit code 2.
+    Commands accept a known schedule by name, or a file: a schedule (text or JSON), a plan with its costs, or PyTorch's schedule CSV.
+
+    Times are in ms. Every command has --help with examples, and --json. Invalid input gives one sentence on stderr and exit code 2.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

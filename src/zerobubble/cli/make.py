@@ -128,9 +128,17 @@ class FormOptions:
 @option_group(FormOptions, "form")
 @click.option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
 def make_file(name: str, shape: Shape, vocabulary: str | None, costing: CostOptions, form: FormOptions, output: str | None) -> None:
-    """Write the schedule NAME in one of these forms:
+    """Write the schedule NAME as a file, in a form for this library, for others or for people.
 
     \b
+    Examples:
+      zerobubble make zb-h1 --ranks 4 --microbatches 8
+      zerobubble make zb-v --ranks 4 --microbatches 8 -o zbv.png
+      zerobubble make plan.json --format torch-csv -o plan.csv
+      zerobubble make interleaved-1f1b --ranks 4 --microbatches 8 --format megatron-layout --layers 62
+
+    \b
+    Forms:
       text, json       the forms that all commands read
       program          the passes, messages and frees of each rank
       torch-csv        PyTorch's schedule CSV, format compute_only
@@ -146,18 +154,6 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, costing: CostOpti
     NAME is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Pictures and traces use
     the costs given, else those of the plan with its copies to the host, else 1 ms for each of F, B and W of a rank. text, json and pictures
     support a head divided by --vocabulary.
-
-    \b
-    Examples:
-      zerobubble make zb-h1 --ranks 4 --microbatches 8
-      zerobubble make zb-v --ranks 8 --microbatches 24 -o zbv.csv
-      zerobubble make zb-v --ranks 4 --microbatches 8 -o zbv.png
-      zerobubble make v-half --ranks 4 --microbatches 8 --vocabulary 1 -o divided.txt
-      zerobubble make plan.json --format torch-csv -o plan.csv
-      zerobubble make zb-v --ranks 4 --microbatches 8 --format torch-csv-comms --torch 2.15
-      zerobubble make interleaved-1f1b --ranks 4 --microbatches 10 --set group=4
-      zerobubble make interleaved-1f1b --ranks 4 --microbatches 8 --format megatron-layout --layers 62
-      zerobubble make plan.json --format torchtitan --layers 32 -o plan.csv
     """
     form = form.of_file(output)
     form.check(output)

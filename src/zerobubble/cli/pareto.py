@@ -67,16 +67,16 @@ def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) 
 def pareto_command(work: WorkOptions, search: SearchOptions, memories: Range | None, pictures: PictureFiles, as_json: bool) -> None:
     """Find the smallest bubble for each memory limit, over all placements of stages.
 
-    Each line is the best plan for a limit, with the lower bound over all placements. The budget applies to each limit. --costs takes a
-    costs file, for the placement that it was measured on, or a plan, for its times or costs, microbatches and objective. Limits are in
-    microbatches of all stages of a rank.
-
     \b
     Examples:
       zerobubble pareto --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --held 0.941
       zerobubble pareto --ranks 8 --microbatches 24 --memory 4:12:1 --budget 20 --html front.html
       zerobubble pareto --ranks 8 --microbatches 24 --memory 16GB:48GB:4GB --microbatch-bytes 4GB
       zerobubble pareto --costs plan.json --budget 1
+
+    Each line is the best plan for a limit, with the lower bound over all placements. The budget applies to each limit. --costs takes a
+    costs file, for the placement that it was measured on, or a plan, for its times or costs, microbatches and objective. Limits are in
+    microbatches of all stages of a rank.
     """
     question = read_question("pareto", work, search)
     p = question.num_ranks

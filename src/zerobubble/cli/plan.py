@@ -212,31 +212,24 @@ def plan_command(
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Find the schedule with the smallest bubble for given times and memory, over all placements of stages.
-
-    Prints the winner and the other placements, with the lower bound of each and the reason why it is no better. Ctrl-C ends the search and
-    returns the best plan so far.
-
-    With CONFIG, the config.json of a model of Transformers, and --gpu and --gpus, it finds the fastest ways to divide this model over the
-    GPUs instead, with their memory. These are estimates; nothing is measured.
-
-    Times come from one of --times, --per-rank, --costs, --layers, --from and --model. --layers, --recompute, --offload, --weights and
-    --head can be combined, and the savings of each are printed. docs/planner.md and docs/command-line.md in the repository explain the
-    options and the output.
+    """Find the schedule with the smallest bubble for times and memory, or the fastest ways to divide a model over GPUs.
 
     \b
     Examples:
       zerobubble plan config.json --gpu H100 --gpus 8 --pipeline-only
       zerobubble plan -p 8 -m 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8 -o plan.json
-      zerobubble plan -p 16 -m 64 --times 12,11,7 --memory 40GB --microbatch-bytes 4GB --html plan.html
       zerobubble plan -m 24 --costs costs.json --memory 8GB
       zerobubble plan -p 8 -m 24 --layers layers.json --gpu RTX4090
-      zerobubble plan --from titan:llama3_8b --gpu H100 -p 4 -m 16 -o plan.json
-      zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
-      zerobubble plan -p 8 -m 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
-      zerobubble plan -p 4 -m 8 --times 10,10,10 --memory 2 --offload 5
-      zerobubble plan -p 8 -m 4 --times 30,30,20 --memory 4 --slices auto --attention 0.2,0.3
-      zerobubble plan -p 8 -m 24 --times 10,10,8 --memory 10 --head 15,15,15 --head-slowdown 1.2
+
+    Tries all placements of stages. Prints the winner and the other placements, with the lower bound of each and the reason why it is no
+    better. Ctrl-C ends the search and returns the best plan so far.
+
+    With CONFIG, the config.json of a model of Transformers, and --gpu and --gpus, it says whether training the model fits, and how. These
+    are estimates; nothing is measured.
+
+    Times come from one of --times, --per-rank, --costs, --layers, --from and --model. --layers, --recompute, --offload, --weights and
+    --head can be combined, and the savings of each are printed. docs/planner.md and docs/command-line.md in the repository explain the
+    options and the output, with more examples.
     """
     if config is not None:
         refuse_together("model", "config")

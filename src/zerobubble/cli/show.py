@@ -75,22 +75,17 @@ def show(
 ) -> None:
     """Draw the schedule NAME and print its bubble and memory.
 
-    NAME is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan has its own costs,
-    gathers of sharded weights and copies to the host; --times and the other costs, and --weights, replace them. Each of V stages on a rank
-    takes 1/V of --times. --offload with --memory copies activations to the host if memory is short. --vocabulary divides the head over all
-    ranks; without costs of its own, the head takes as long as the first stage.
-
     \b
     Examples:
       zerobubble show 1f1b --ranks 4 --microbatches 8
       zerobubble show zb-h1 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
-      zerobubble show zb-v --ranks 4 --microbatches 8 --reduce 6 --buckets 4
-      zerobubble show zb-v --ranks 4 --microbatches 8 --weights 12GB --gathered 6GB --gather-rate 50GB
-      zerobubble show 1f1b --ranks 4 --microbatches 8 --memory 3 --offload 0.5
-      zerobubble show 1f1b --ranks 4 --microbatches 8 --vocabulary 2
-      zerobubble show 1f1b --ranks 4 --microbatches 8 --windows --svg windows.svg
       zerobubble show plan.json
       zerobubble show mine.csv --costs costs.json --svg mine.svg --html mine.html
+
+    NAME is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan has its own costs,
+    gathers of sharded weights and copies to the host; --times and the other costs, and --weights, replace them. Each of V stages on a rank
+    takes 1/V of --times. --offload with --memory copies activations to the host if memory is short. --vocabulary divides the head over all
+    ranks; without costs of its own, the head takes as long as the first stage.
     """
     named = with_head_divided(find_schedule(name, shape, costing), vocabulary)
     (costed,) = with_costs([named], costing)

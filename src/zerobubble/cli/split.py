@@ -42,7 +42,9 @@ class ModelOptions:
     """The size of a microbatch, the user's cuts, and the memory of each rank."""
 
     batch: int = option("--batch", type=click.IntRange(1), default=1, metavar="N", help="Samples in a microbatch.")
-    sequence: int | None = option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens per sample. Default: a small number.")
+    sequence: int | None = option(
+        "--sequence", type=click.IntRange(1), metavar="N", help="Tokens per sample; by default the few of the model's own example."
+    )
     cuts: str | None = option(
         "--cuts", help="First parts of the later stages, or numbers of layers, separated by commas; or a Megatron layout."
     )
@@ -81,19 +83,18 @@ def split_command(
 ) -> None:
     """Show where zb.split cuts a model into stages.
 
-    CONFIG is a configuration of Transformers: a file such as config.json, or a folder with a config.json. No weights are read or made.
-
-    The cut minimizes the time of the slowest rank for the schedule, within --memory. A plan for the model's layers has its own cut. Bars
-    show the time of each rank, followed by the lower bound over all cuts, and the bound of the heaviest part. Times are estimated from
-    operations; Pipeline.profile_layers measures them.
-
     \b
     Examples:
       zerobubble split llama/config.json --stages 8
       zerobubble split llama/config.json --schedule zb-v --ranks 8 --microbatches 24 --sequence 4096 --memory 80GB
       zerobubble split llama/config.json --stages 4 --cuts "Et*7|t*9|t*9|t*7L"
       zerobubble split llama/config.json --sequence 4096 -o layers.json
-      zerobubble split llama/config.json --schedule plan.json
+
+    CONFIG is a configuration of Transformers: a file such as config.json, or a folder with a config.json. No weights are read or made.
+
+    The cut minimizes the time of the slowest rank for the schedule, within --memory. A plan for the model's layers has its own cut. Bars
+    show the time of each rank, followed by the lower bound over all cuts, and the bound of the heaviest part. Times are estimated from
+    operations; Pipeline.profile_layers measures them.
     """
     refuse_together("stages", "schedule", "ranks", "microbatches", "stages_per_rank", "options")
     refuse_together("cuts", "memory", "inside_blocks")

@@ -72,14 +72,14 @@ class TableLine:
 def table(names: tuple[str, ...], shape: Shape, pass_times: PassTimes, as_json: bool) -> None:
     """Print bubble and peak memory of schedules, from closed forms of the papers and simulated.
 
-    NAMES are known schedules, or files: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without names, the table
-    has every known schedule of the shape. Without --times and --comm, the times are those of the first plan, which needs equal ranks.
-
     \b
     Examples:
       zerobubble table --ranks 8 --microbatches 24
       zerobubble table 1f1b zb-h1 zb-h2 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
       zerobubble table plan.json zb-v 1f1b
+
+    NAMES are known schedules, or files: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without names, the table
+    has every known schedule of the shape. Without --times and --comm, the times are those of the first plan, which needs equal ranks.
     """
     inputs = {named.name: named for named in find_schedules(names, shape)} if names else {}
     times, comm = pass_times.times, pass_times.comm

@@ -51,16 +51,15 @@ def trace_command(
 ) -> None:
     """Show a run of torch.distributed.pipelining, such as torchtitan's, from its profiler traces, and explain its bubbles.
 
-    Give the traces of all ranks of one pipeline, as torch.profiler exports them (JSON, or gzip), in any order. The run is compared with its
-    own schedule, simulated with the median times of its passes. The difference is noise, messages and the host.
-
     \b
     Examples:
       zerobubble trace rank0.json rank1.json --html trace.html
-      zerobubble trace traces/*.json.gz --step 3 --schedule zb-v
       zerobubble trace rank*.json --costs costs.json -o run.json
       zerobubble plan --costs costs.json --microbatches 16 --memory 8MB
       zerobubble diff plan.json run.json
+
+    Give the traces of all ranks of one pipeline, as torch.profiler exports them (JSON, or gzip), in any order. The run is compared with its
+    own schedule, simulated with the median times of its passes. The difference is noise, messages and the host.
     """
     run = read_trace(files)
     schedule = run.schedule(step) if against is None else _wanted(against, run, step)

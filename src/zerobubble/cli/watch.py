@@ -20,17 +20,18 @@ OPEN_TO_OTHERS = "other machines can open this page; leave out --host to serve t
 @server_options(8766)
 @json_option
 def watch(folders: tuple[str, ...], port: int, host: str, no_browser: bool, as_json: bool) -> None:
-    """Open a page of training runs, each the folder of `zb.hooks.Telemetry(folder=RUN)`; several are compared.
-
-    The page shows the timeline of the last recorded step with its plan, losses, the time and bubble of each step, the drift of stage times,
-    which rank waits for which, and memory against its forecast. It is updated every second. Of a run that has ended it shows when and why.
-    The folders are only read. --json prints the state of the runs once, without a server.
+    """Show training runs in the browser, while they go on and afterwards.
 
     \b
     Examples:
       zerobubble watch runs/a
       zerobubble watch runs/a runs/b
       zerobubble watch runs/a --json
+
+    Each RUN is the folder of `zb.hooks.Telemetry(folder=RUN)`; several are compared. The page shows the timeline of the last recorded step
+    with its plan, losses, the time and bubble of each step, the drift of stage times, which rank waits for which, and memory against its
+    forecast. It is updated every second. Of a run that has ended it shows when and why. The folders are only read. --json prints the state
+    of the runs once, without a server.
     """
     runs = [WatchedRun(folder) for folder in dict.fromkeys(folders)]
     if as_json:

@@ -268,7 +268,9 @@ def file_for(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | 
 
 svg_file, html_file, output_file = file_for(".svg", ".png"), file_for(".html", ".htm"), file_for(".json")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout; errors stay on stderr.")
-width_option = click.option("--width", type=click.IntRange(40, 1000), metavar="N", help="Width of the picture in columns; the terminal's.")
+width_option = click.option(
+    "--width", type=click.IntRange(40, 1000), metavar="N", help="Width of the picture in columns; by default the terminal's."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
