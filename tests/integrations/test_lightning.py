@@ -26,6 +26,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, R2Score, RunningMean, SumMetric
 from torchmetrics.classification import MulticlassF1Score
@@ -518,16 +519,27 @@ with_hook = within(lambda stack, model: stack.callback(model[0].register_forward
         (within(lambda stack, model: stack.enter_context(replaced(model, scale=2.0))), "'scale'"),
         (within(lambda stack, model: stack.enter_context(torch.autocast("cpu", torch.bfloat16))), 'precision="bf16-mixed"'),
         (within(lambda stack, model: stack.enter_context(torch.no_grad())), "gradient"),
+        (within(lambda stack, model: stack.enter_context(sdpa_kernel(SDPBackend.MATH))), "attention"),
+        (within(lambda stack, model: (stack.enter_context(torch.random.fork_rng()), torch.manual_seed(1))), "torch.random"),
         (within(lambda stack, model: stack.callback(model.eval().train)), "'0.0'"),
         (within(lambda stack, model: stack.callback(model[5].requires_grad_(False).requires_grad_)), "'5.weight'"),
         (with_hook, "'0'"),
         (hooked, "'0'"),
     ],
-    ids=["attribute", "autocast", "gradients", "mode", "frozen", "hook in with", "hook"],
+    ids=["attribute", "autocast", "gradients", "attention", "random state", "mode", "frozen", "hook in with", "hook"],
 )
 def test_what_is_set_for_the_call_of_the_network_is_an_error(step: Any, stated: str, one_rank: lightning.Trainer) -> None:
     with raises(InputError, "training_step", stated, "on_train_batch_start"):
         one_rank.fit(Faulty(step), data())
+
+
+def drawn_around(self: Any, x: Tensor) -> Tensor:
+    return self.model(x + torch.rand(())).square().mean() + torch.rand(())
+
+
+def test_random_numbers_around_the_call_of_the_network_are_no_setting_of_it(one_rank: lightning.Trainer) -> None:
+    one_rank.fit(Faulty(drawn_around), data())
+    assert one_rank.global_step == 3
 
 
 class StepsInContext(Faulty):

@@ -122,12 +122,22 @@ def _changes_from_now(module: nn.Module, left_out: Sequence[Any]) -> Callable[[]
     return names
 
 
+_ATTENTION = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+
 def _settings_of(module: nn.Module) -> dict[str, Any]:
     """Returns modes of torch, and by name the mode and hooks of each module and the version of each tensor."""
     modes: dict[str, Any] = {
         "the gradient mode": torch.is_grad_enabled(),
         "the inference mode": torch.is_inference_mode_enabled(),
         "the default dtype": torch.get_default_dtype(),
+        "the state of torch.random": torch.random.get_rng_state().numpy().tobytes(),
+        "the backends of attention": [enabled() for enabled in _ATTENTION],  # type: ignore[no-untyped-call]
     }
     for kind in ("cpu", "cuda"):
         modes[f"torch.autocast({kind!r})"] = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
