@@ -137,13 +137,11 @@ class PipelineMixin(_Trainer):
             raise InputError("{trainer} cannot train with {faults}", trainer=type(self).__name__, faults="; ".join(faults))
         self._num_replicas, self._replica = self._replicas()
         self._pipeline_size = dist.get_world_size() // self._num_replicas
-        self.accelerator.prepare_data_loader = self._prepare_data_loader
         self._callbacks = SharedCallbacks(self)
         for name in ("training_step", "log"):  # of a subclass of the user
             setattr(self, name, self._counting_replicas()(getattr(self, name)))
         self._same_stages = self._group_of_same_stages()
-        self.accelerator.gather_for_metrics = partial(gather_over_replicas, self._same_stages, self.accelerator)
-        self.gather_function = self.accelerator.gather_for_metrics
+        self._count_replicas_in_accelerator()
         samples = self.args.per_device_train_batch_size
         self._num_microbatches = num_microbatches or default_microbatches(self._pipeline_size, samples)
         if self._num_microbatches > samples:
@@ -210,6 +208,18 @@ class PipelineMixin(_Trainer):
             at: dist.new_group([rank for other, _, rank in sorted(places) if other == at]) for at in sorted({at for at, *_ in places})
         }
         return groups[position]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes an Accelerator, as a search for hyperparameters does again for each trial."""
+        super().create_accelerator_and_postprocess()
+        if hasattr(self, "_same_stages"):  # else Trainer is not made yet
+            self._count_replicas_in_accelerator()
+
+    def _count_replicas_in_accelerator(self) -> None:
+        """Makes the loaders and gathered metrics of the Accelerator count replicas."""
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
+        self.accelerator.gather_for_metrics = partial(gather_over_replicas, self._same_stages, self.accelerator)
+        self.gather_function = self.accelerator.gather_for_metrics
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Makes a loader like Trainer, whose sampler and workers are those of the replica."""
