@@ -33,7 +33,7 @@ FLOAT32 = 1e-6
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that Trainer on one device leaves."""
     folder = tmp_path_factory.mktemp("one")
-    run_program(PROGRAM, folder, "--cases", *sorted(cases_played(request, "test_data_train_as_on_one_device") | {*REPLICATED}))
+    run_program(PROGRAM, folder, "--cases", *sorted(cases_played(request, "test_data_train_as_on_one_device") | {*REPLICATED, "a trial"}))
     return folder
 
 
@@ -72,6 +72,12 @@ def assert_same(folder: Path, reference: Path, case: str) -> None:
 @pytest.mark.parametrize("case", long_if([case for case in CASES if case not in SHORT], CASES))
 def test_data_train_as_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same(pipelined, reference, case)
+
+
+@pytest.mark.feature("hyperparameter_search")
+def test_a_trial_of_a_search_trains_as_on_one_device(reference: Path, tmp_path: Path) -> None:
+    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", "a trial", ranks=4)
+    assert_same(tmp_path, reference, "a trial")
 
 
 @pytest.mark.feature("evaluations with replicas")

@@ -37,6 +37,7 @@ from transformers import (
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
+from transformers.trainer_utils import HPSearchBackend, default_compute_objective
 from transformers.utils import ModelOutput
 
 STEPS, BATCH = 4, 8
@@ -390,6 +391,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no training, a sequence": {"trains": False, "evaluation": SizedSequence, "num_evaluated": 13},
     "classes": {"model": classifier, "data": of(of_class), "evaluated": of_class, "num_evaluated": 14, "settings": LOCAL},
     "dropped batches": {"num_evaluated": 13, "settings": LOCAL | {"dataloader_drop_last": True}},
+    "a trial": {"num_evaluated": 13, "settings": LOCAL | {"dataloader_drop_last": True}, "trial": {"learning_rate": 2e-2}},
     "segmentation": {"model": segmenting_model, "data": of(pixels), "evaluated": pixels},
     "labels of -1": {"model": tagging_model, "data": of(tagged), "evaluated": tagged, "arguments": {"compute_loss_func": ignoring_loss}},
     "several tags": {"model": tags_model, "data": of(with_tags), "evaluated": with_tags},
@@ -460,12 +462,22 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
     return PipelineTrainer(**given, schedule="zb-h1", num_microbatches=case.get("microbatches", 3), pipeline_options=options)
 
 
-def play(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
+def search(trainer: Trainer, trial: dict[str, Any]) -> None:
+    """Trains with these hyperparameters, as each trial of `hyperparameter_search` does."""
+    trainer.hp_search_backend, trainer.compute_objective = HPSearchBackend.WANDB, default_compute_objective
+    trainer._get_output_dir = lambda trial: trainer.args.output_dir  # not named by a run of Weights & Biases
+    trainer.train(trial=trial)
+
+
+def play(trainer: Trainer, *, trains: bool, trial: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns the logs and the predictions, or the error."""
     emptied: list[int] = []
     transformers.trainer.clear_device_cache = lambda: emptied.append(trainer.state.global_step)
     try:
-        _ = trainer.train() if trains else trainer.evaluate()
+        if trial is not None:
+            search(trainer, trial)
+        else:
+            _ = trainer.train() if trains else trainer.evaluate()
         predicted = trainer.predict(trainer.eval_dataset)
     except Exception as error:
         fields = getattr(error, "fields", {})
@@ -489,7 +501,7 @@ def main() -> None:
         OwnDraws.reads_of_all = 0
         case = (CASES | DIFFERENT | REFUSED)[name]
         trainer = trainer_of(options.folder / name, case, options.replicas)
-        result = play(trainer, trains=case.get("trains", True))
+        result = play(trainer, trains=case.get("trains", True), trial=case.get("trial"))
         weights = {} if "error" in result else trainer.model.state_dict()
         if hasattr(trainer, "close"):
             trainer.close()
