@@ -421,6 +421,69 @@ def test_a_number_that_is_no_mean_over_microbatches_is_an_error(step: Any, state
         one_rank.fit(Faulty(step), data())
 
 
+class Begins(Classifier):
+    """Gives numbers from step 3 on, which is not compared."""
+
+    def __init__(self, give: Callable[[Any, Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.give, self.tally, self.stepwise, self.losses = give, MeanMetric(), MeanMetric(), []
+        self.f1 = MulticlassF1Score(CLASSES, average="macro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model(batch[0]).square().mean()
+        given = self.give(self, loss, batch[0]) if self.global_step >= 2 else None
+        return {"loss": loss, **given} if isinstance(given, dict) else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append({name: float(value) for name, value in outputs.items()})
+
+
+def scored(self: Any, loss: Tensor, x: Tensor) -> None:
+    self.f1(x[:, :CLASSES], labels(x))
+    self.log("f1", self.f1)
+
+
+@pytest.mark.refuses("numbers that are no means over microbatches, in a later step")
+@pytest.mark.parametrize(
+    ("give", "stated"),
+    [
+        (lambda self, loss, x: self.log("perplexity", (500 * loss).exp()), "'perplexity'"),
+        (lambda self, loss, x: self.tally.update((500 * loss).exp()), "self.tally"),
+        (lambda self, loss, x: {"largest": x.max()}, "'largest'"),
+        (scored, "'f1'"),
+    ],
+    ids=["a logged number", "a Metric of the loss", "a returned number", "a Metric of samples"],
+)
+def test_a_number_is_compared_in_the_step_in_which_it_first_appears(give: Any, stated: str, one_rank: lightning.Trainer) -> None:
+    with raises(InputError, "training_step", stated):
+        one_rank.fit(Begins(give), data())
+    assert one_rank.global_step == 2
+
+
+def begun(self: Any, loss: Tensor, x: Tensor) -> dict[str, Tensor]:
+    self.log("mean", loss, on_step=True, on_epoch=True)
+    self.log("sum", x.sum(), reduce_fx="max", on_step=True)
+    self.tally.update(loss)
+    self.stepwise(loss)
+    self.log("stepwise", self.stepwise, on_step=True, on_epoch=False)
+    return {"sum": x.sum(), "mean": loss.detach()}
+
+
+@pytest.mark.feature("numbers that are first logged in a later step")
+def test_numbers_that_begin_in_a_later_step_are_those_of_one_device(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    found = []
+    for strategy in ({"strategy": PipelineStrategy("1f1b", 2)}, {}):
+        lightning.seed_everything(0, verbose=False)
+        given = {"devices": 1, "max_epochs": 5, "default_root_dir": tmp_path, **quiet, **strategy}
+        module, trainer = Begins(begun), lightning.Trainer(accelerator="cpu", precision="64-true", **given)
+        trainer.fit(module, data())
+        logs = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.append([module.losses, logs, float(module.tally.compute()), module.tally.update_count, module.state_dict()])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert found[0][3] == 3
+
+
 class Meter:
     """Counts samples in an attribute and in one of its class, and is counted in a global variable."""
 

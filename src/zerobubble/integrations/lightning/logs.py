@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 Found = tuple[list[Entry], Any]
 """What a step logs, and what `training_step` returns besides the loss: None for a batch that it skips, a `Fault` for an error."""
 REPEATED = "repeated"
-"""What is found in a step that is repeated for its outputs."""
+"""What is found in a step that is repeated to be compared."""
 
 
 class Parts(NamedTuple):

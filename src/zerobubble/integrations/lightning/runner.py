@@ -152,7 +152,7 @@ class StepRunner:
         arguments = self._arguments_of_all(step)
         loss, entries, extras = self._shared(step, arguments, clears=clears)
         while self._is_repeated(extras):
-            step.is_repeated = self._keeps_outputs = True
+            step.is_repeated = True
             loss, entries, extras = self._shared(step, arguments, clears=clears)
         for entry in entries:
             if entry.name:
@@ -322,13 +322,14 @@ class StepRunner:
         """Runs the passes of a step, puts the gradients aside, and returns the loss.
 
         Keeps the outputs of all microbatches where they are compared with one call, for manual optimization, and once `training_step` has
-        returned None after the call. A step in which it does so for the first time is repeated for its outputs.
+        returned None after the call. A step in which it does so for the first time, or gives a number for the first time, is repeated, to
+        be compared.
         """
         pipe = self._pipeline(arguments[0])
         self.is_whole = False
         if self._module.automatic_optimization:  # otherwise, the rest of training_step runs on every rank
             pipe._steps.cut_model.release()
-        step.is_compared = not step.is_repeated and self._whole.steps.count(sum(step.sizes))
+        step.is_compared = step.is_repeated or self._whole.steps.count(sum(step.sizes))
         if outputs is None and (step.is_compared or self._keeps_outputs):
             outputs = [None] * len(arguments)
         with self._gradients_aside(clears=clears), self._during(step, arguments, outputs):
@@ -373,8 +374,12 @@ class StepRunner:
             warnings.warn(DRAWS_LATE.format(name=self._training_step, network=self._name), stacklevel=2)
         if step.is_compared and outputs is not None:
             self._whole.numbers.learn(pipe, arguments, step.arguments, outputs, lambda: self._parts(step))
-        step.lacks_outputs = bool(step.without_loss) and outputs is None
-        if step.without_loss and self._module.automatic_optimization:
+        lacks_outputs = bool(step.without_loss) and outputs is None
+        self._keeps_outputs |= lacks_outputs
+        step.runs_again = lacks_outputs or not (step.is_compared or step.without_loss or self._whole.has_compared(step))
+        if step.runs_again:
+            metrics.undo()
+        elif step.without_loss and self._module.automatic_optimization:
             metrics.undo()  # the run for the whole batch says which ones are updated
             step.fault = None if outputs is None else self._fault(step, outputs)
         if step.is_compared and outputs is not None:
@@ -412,7 +417,7 @@ class StepRunner:
         """Returns what the step logs, and what `training_step` returns in addition to the loss, as `Found`."""
         if step.refused:
             return [], Fault(str(step.refused[0]), kind="raised")
-        if step.lacks_outputs:
+        if step.runs_again:
             return [], REPEATED
         if step.fault is not None or step.skipped is not None:
             return step.skipped or [], step.fault

@@ -36,8 +36,9 @@ class Step:
         states_after: The random states after all captures.
         without_loss: The microbatches, of weights other than 0, for which `training_step` returns None.
         skipped: What `training_step` logs for the whole batch, if it returns None for it; None if it returns a loss.
-        is_repeated: Whether the passes run a second time.
-        lacks_outputs: Whether `training_step` returns None for a microbatch, and the outputs of the step are not kept.
+        is_repeated: Whether the passes run for the second time.
+        runs_again: Whether the passes run a second time after these, to be compared: `training_step` returns None for a microbatch, or
+            gives a number, for the first time.
         is_compared: Whether `training_step` also runs for the whole batch.
         refused: The errors of uses that are refused, from runs for microbatches, which one rank makes.
         draws_late: Whether a microbatch moves a random generator after the call of the network; known in steps that are compared.
@@ -61,7 +62,7 @@ class Step:
     without_loss: list[int] = field(default_factory=list)
     skipped: list[Entry] | None = None
     is_repeated: bool = False
-    lacks_outputs: bool = False
+    runs_again: bool = False
     refused: list[InputError] = field(default_factory=list)
     draws_late: bool = False
     fault: Fault | None = None

@@ -7,7 +7,7 @@ for each microbatch, are errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -64,7 +64,8 @@ class Run(NamedTuple):
 class WholeBatch:
     """Runs `training_step` of `module`, whose network is cut, for whole batches.
 
-    `rules` have how logs and extras follow from parts, and `numbers` how the numbers do that the network returns.
+    `rules` have how logs and extras follow from parts, and `numbers` how those do that the network returns. `compared` are the numbers
+    that have been compared.
     """
 
     module: pl.LightningModule
@@ -74,6 +75,7 @@ class WholeBatch:
     steps: ComparedSteps = field(default_factory=ComparedSteps)
     rules_of_extras: dict[str, str] = field(default_factory=dict)
     rules_of_updates: dict[str, str] = field(default_factory=dict)
+    compared: set[Any] = field(default_factory=set)
 
     def fault(self, network: nn.Module, step: Step, outputs: Sequence[Any], parts: Parts, called: Callable[..., int]) -> Fault | None:
         """Returns what of a step differs from one call of `training_step`, or None. Sets `step.skipped`.
@@ -105,12 +107,18 @@ class WholeBatch:
         again = self._run(network, step, outputs, called) if whole.has_plain_floats else whole
         tolerance = max(tolerance_of(outputs), tolerance_of(whole.loss))  # models of Transformers compute their losses in float32
         is_random = any(step.draws.parts.values()) or step.states is not None
-        return (
+        fault = (
             loss_fault(float(whole.loss), parts, tolerance, draws=is_random)
             or self._log_fault(whole.entries, again.entries, parts, tolerance)
             or learn_rules(step.extras, (whole.extras, again.extras), parts, self.rules_of_extras, tolerance)
             or self._update_fault(step, (whole.updates, again.updates), parts, tolerance)
         )
+        self.compared |= set() if fault else _numbers_of(step)
+        return fault
+
+    def has_compared(self, step: Step) -> bool:
+        """Returns whether what a step logs, returns and updates metrics with has been compared, in this step or before."""
+        return len(step.sizes) == 1 or not self.module.automatic_optimization or _numbers_of(step) <= self.compared
 
     def updates(self, step: Step, parts: Parts) -> Updates | Fault:
         """Returns the updates of metrics with the numbers of the batch, or the fault of one that does not follow from the microbatches."""
@@ -208,6 +216,17 @@ class WholeBatch:
         logs = [[entry for entry in of_one if entry.name == name] for of_one in parts.logs]
         found = merged(parts._replace(logs=logs), self.module, {name: rule})
         return found[0] if found else None
+
+
+def _numbers_of(step: Step) -> set[Any]:
+    """Returns the names that a step logs, what it returns, and the updates of metrics with its numbers."""
+    logged = {("self.log", entry.name) for of_one in step.logs for entry in of_one}
+    return logged.union(*step.updates, *(_places(extras) for extras in step.extras))
+
+
+def _places(extras: Mapping[Any, Any], place: tuple[Any, ...] = ("returned",)) -> Iterator[tuple[Any, ...]]:
+    for name, value in extras.items():
+        yield from _places(value, (*place, name)) if isinstance(value, Mapping) else [(*place, name)]
 
 
 def joined_in_views(values: Sequence[Any], sizes: Sequence[int], views: int) -> Any:
