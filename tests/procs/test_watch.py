@@ -194,15 +194,16 @@ def test_what_telemetry_cannot_use_is_refused() -> None:
 def test_a_disk_that_fails_is_logged_once_and_training_goes_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     schedule = zb.make("1f1b", 1, 2)
     report = zb.hooks.StepReport(0, 1.0, 0.5, 1.0, None)
-    keeper = step_recorder.FolderKeeper(tmp_path, 0, 1, schedule, None)
+    keeper = step_recorder.FolderKeeper(tmp_path, 1, 2, schedule, None)
     keeper._log.close()
     recorder = step_recorder.StepRecorder([keeper])
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             recorder.put(lambda: step_recorder.Recorded(report, schedule, None, 0.0))
         recorder.close(None)
-    assert len(caplog.records) == 1
-    assert len((tmp_path / log_name(0)).read_text().strip().splitlines()) == 1
+    (message,) = caplog.messages
+    assert f"the log of rank 1 in '{tmp_path}'" in message
+    assert len((tmp_path / log_name(1)).read_text().strip().splitlines()) == 1
 
 
 class _Failing:

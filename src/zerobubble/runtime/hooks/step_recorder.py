@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Where steps are kept."""
+    """Where steps are kept, which its text names."""
 
     def keep(self, steps: Sequence[Recorded], left_out: int) -> None:
         """Keeps some steps; `left_out` steps before them are not kept."""
@@ -98,7 +98,7 @@ class StepRecorder:
             before, refused = refused, self._num_refused
             self._write(refused - before)
         for keeper in self._keepers:
-            self._try(partial(keeper.close, self._failure))
+            self._try(keeper, partial(keeper.close, self._failure))
 
     def _write(self, refused: int) -> None:
         """Keeps the steps that wait; `refused` steps before them are left out."""
@@ -109,17 +109,18 @@ class StepRecorder:
             steps.append(self._waiting.popleft()())
         for place, keeper in enumerate(self._keepers if steps else ()):
             left_out = self._left_out[place] + refused
-            is_kept = self._try(partial(keeper.keep, steps, left_out))
+            is_kept = self._try(keeper, partial(keeper.keep, steps, left_out))
             self._left_out[place] = 0 if is_kept else left_out + len(steps)
 
-    def _try(self, write: Callable[[], None]) -> bool:
-        """Returns whether `write` succeeded."""
+    def _try(self, keeper: Keeper, write: Callable[[], None]) -> bool:
+        """Returns whether `write` to `keeper` succeeded."""
         try:
             write()
         except Exception as error:  # noqa: BLE001 - a full disk, or anything in another package, does not end training
             if not self._has_warned:
                 self._has_warned = True
-                _log.warning("telemetry could not be written, and training continues: %s: %s", type(error).__name__, error)
+                kind = type(error).__name__
+                _log.warning("telemetry could not be written to %s, and training continues: %s: %s", keeper, kind, error)
             return False
         return True
 
@@ -145,6 +146,9 @@ class FolderKeeper:
         except BaseException:
             self._log.close()
             raise
+
+    def __str__(self) -> str:
+        return f"the log of rank {self._rank} in '{self._folder}'"
 
     def keep(self, steps: Sequence[Recorded], left_out: int) -> None:
         """Appends a line for each step, and writes all passes of those for which they are to be kept."""
@@ -182,10 +186,15 @@ class FolderKeeper:
 
 
 class ScalarKeeper:
-    """Passes the numbers of each step to `write(numbers, step)`, and calls `end()` when the run ends."""
+    """Passes the numbers of each step to `write(numbers, step)` at a `place`, and calls `end()` when the run ends."""
 
-    def __init__(self, write: Callable[[Mapping[str, float], int], object], end: Callable[[], object], costs: Costs | None) -> None:
-        self._write, self._end, self._costs = write, end, costs
+    def __init__(
+        self, place: str, write: Callable[[Mapping[str, float], int], object], end: Callable[[], object], costs: Costs | None
+    ) -> None:
+        self._place, self._write, self._end, self._costs = place, write, end, costs
+
+    def __str__(self) -> str:
+        return self._place
 
     def keep(self, steps: Sequence[Recorded], left_out: int) -> None:
         """Passes the numbers of each step."""
@@ -218,7 +227,7 @@ def tensorboard_keeper(folder: str | os.PathLike[str], rank: int, costs: Costs |
         for name, value in numbers.items():
             writer.add_scalar(f"pipeline/{name}", value, step)
 
-    return ScalarKeeper(write, writer.close, costs)
+    return ScalarKeeper(f"the events of rank {rank} in '{folder}'", write, writer.close, costs)
 
 
 def wandb_keeper(project: str, rank: int, costs: Costs | None) -> ScalarKeeper:
@@ -226,6 +235,8 @@ def wandb_keeper(project: str, rank: int, costs: Costs | None) -> ScalarKeeper:
     import wandb
 
     run = wandb.init(project=project, name=f"rank {rank}", group=os.environ.get("WANDB_RUN_GROUP"))
-    return ScalarKeeper(
-        lambda numbers, step: run.log({f"pipeline/{name}": value for name, value in numbers.items()}, step=step), run.finish, costs
-    )
+
+    def write(numbers: Mapping[str, float], step: int) -> None:
+        run.log({f"pipeline/{name}": value for name, value in numbers.items()}, step=step)
+
+    return ScalarKeeper(f"the run of rank {rank} in the project '{project}'", write, run.finish, costs)
