@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from tests.integrations.ranks import cases_played, run_program
-from tests.integrations.train_with_own_data import CASES, DIFFERENT, REFUSED
+from tests.integrations.train_with_own_data import CASES, DIFFERENT, REFUSED, SEARCHED
 from tests.refusals import raises
 from tests.thinned import long_if
 from zerobubble import InputError
@@ -33,7 +33,7 @@ FLOAT32 = 1e-6
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that Trainer on one device leaves."""
     folder = tmp_path_factory.mktemp("one")
-    run_program(PROGRAM, folder, "--cases", *sorted(cases_played(request, "test_data_train_as_on_one_device") | {*REPLICATED, "a trial"}))
+    run_program(PROGRAM, folder, "--cases", *sorted(cases_played(request, "test_data_train_as_on_one_device") | {*REPLICATED, *SEARCHED}))
     return folder
 
 
@@ -75,9 +75,15 @@ def test_data_train_as_on_one_device(case: str, pipelined: Path, reference: Path
 
 
 @pytest.mark.feature("hyperparameter_search")
-def test_a_trial_of_a_search_trains_as_on_one_device(reference: Path, tmp_path: Path) -> None:
-    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", "a trial", ranks=4)
-    assert_same(tmp_path, reference, "a trial")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_search_ends_trials_early_as_on_one_device(replicas: int, reference: Path, tmp_path: Path) -> None:
+    run_program(PROGRAM, tmp_path, "--replicas", str(replicas), "--cases", *SEARCHED, ranks=2 * replicas)
+    expected = result(reference, "a search")
+    assert len(expected["losses"]) == 5, "one of three trials ends after one evaluation of two"
+    for rank in range(2 * replicas):
+        found = result(tmp_path, "a search", rank)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=FLOAT32)
+        assert found["best"] == (expected["best"] if rank == 0 else None)
 
 
 @pytest.mark.feature("evaluations with replicas")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 import torch
 import transformers
 from torch import nn
@@ -37,7 +38,6 @@ from transformers import (
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
-from transformers.trainer_utils import HPSearchBackend, default_compute_objective
 from transformers.utils import ModelOutput
 
 STEPS, BATCH = 4, 8
@@ -341,6 +341,10 @@ def of(sample: Any) -> Any:
     return lambda: [sample(index) for index in range(80)]
 
 
+SEARCHED: dict[str, dict[str, Any]] = {
+    "a search": {"num_evaluated": 13, "settings": LOCAL | {"dataloader_drop_last": True}, "rates": [1e-2, 1e-9, 5e-2], "most": 4.17},
+}
+"""Searches for a learning rate, of which a trial ends early because its loss is above the most."""
 CASES: dict[str, dict[str, Any]] = {
     "closure": {"collator": drawing_collator},
     "callable object": {"collator": Mixup},
@@ -391,7 +395,6 @@ CASES: dict[str, dict[str, Any]] = {
     "no training, a sequence": {"trains": False, "evaluation": SizedSequence, "num_evaluated": 13},
     "classes": {"model": classifier, "data": of(of_class), "evaluated": of_class, "num_evaluated": 14, "settings": LOCAL},
     "dropped batches": {"num_evaluated": 13, "settings": LOCAL | {"dataloader_drop_last": True}},
-    "a trial": {"num_evaluated": 13, "settings": LOCAL | {"dataloader_drop_last": True}, "trial": {"learning_rate": 2e-2}},
     "segmentation": {"model": segmenting_model, "data": of(pixels), "evaluated": pixels},
     "labels of -1": {"model": tagging_model, "data": of(tagged), "evaluated": tagged, "arguments": {"compute_loss_func": ignoring_loss}},
     "several tags": {"model": tags_model, "data": of(with_tags), "evaluated": with_tags},
@@ -448,7 +451,9 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
     )
     data = case.get("data", of(tokens))()
     evaluated = [case.get("evaluated", tokens)(index) for index in range(64, 64 + case.get("num_evaluated", 12))]
-    given: dict[str, Any] = {"model": case.get("model", masked_model)(), "args": arguments, "train_dataset": data}
+    model = case.get("model", masked_model)
+    given: dict[str, Any] = {"model_init": model} if "rates" in case else {"model": model()}
+    given |= {"args": arguments, "train_dataset": data}
     given |= case.get("arguments", {}) | {"eval_dataset": case.get("evaluation", list)(evaluated)}
     given |= {"data_collator": case.get("collator", lambda: default_collate)()}
     if "WORLD_SIZE" not in os.environ:
@@ -462,22 +467,32 @@ def trainer_of(folder: Path, case: dict[str, Any], replicas: int) -> Trainer:
     return PipelineTrainer(**given, schedule="zb-h1", num_microbatches=case.get("microbatches", 3), pipeline_options=options)
 
 
-def search(trainer: Trainer, trial: dict[str, Any]) -> None:
-    """Trains with these hyperparameters, as each trial of `hyperparameter_search` does."""
-    trainer.hp_search_backend, trainer.compute_objective = HPSearchBackend.WANDB, default_compute_objective
-    trainer._get_output_dir = lambda trial: trainer.args.output_dir  # not named by a run of Weights & Biases
-    trainer.train(trial=trial)
+def search(trainer: Trainer, rates: list[float], most: float) -> dict[str, Any]:
+    """Returns the losses of all evaluations of all trials, and the best trial."""
+    losses: list[float] = []
+
+    def objective(metrics: dict[str, float]) -> float:
+        losses.append(metrics["eval_loss"])
+        return losses[-1]
+
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
+        objective,
+        n_trials=len(rates),
+        direction="minimize",
+        backend="optuna",
+        sampler=optuna.samplers.GridSampler({"learning_rate": rates}, seed=0),
+        pruner=optuna.pruners.ThresholdPruner(upper=most),
+    )
+    return {"losses": losses, "best": best and best.hyperparameters}
 
 
-def play(trainer: Trainer, *, trains: bool, trial: dict[str, Any] | None = None) -> dict[str, Any]:
+def play(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
     """Returns the logs and the predictions, or the error."""
     emptied: list[int] = []
     transformers.trainer.clear_device_cache = lambda: emptied.append(trainer.state.global_step)
     try:
-        if trial is not None:
-            search(trainer, trial)
-        else:
-            _ = trainer.train() if trains else trainer.evaluate()
+        _ = trainer.train() if trains else trainer.evaluate()
         predicted = trainer.predict(trainer.eval_dataset)
     except Exception as error:
         fields = getattr(error, "fields", {})
@@ -499,10 +514,10 @@ def main() -> None:
     rank = int(os.environ.get("RANK", 0))
     for name in options.cases:
         OwnDraws.reads_of_all = 0
-        case = (CASES | DIFFERENT | REFUSED)[name]
+        case = (CASES | SEARCHED | DIFFERENT | REFUSED)[name]
         trainer = trainer_of(options.folder / name, case, options.replicas)
-        result = play(trainer, trains=case.get("trains", True), trial=case.get("trial"))
-        weights = {} if "error" in result else trainer.model.state_dict()
+        result = search(trainer, case["rates"], case["most"]) if "rates" in case else play(trainer, trains=case.get("trains", True))
+        weights = {} if "error" in result or "rates" in case else trainer.model.state_dict()
         if hasattr(trainer, "close"):
             trainer.close()
         (options.folder / f"{name}.{rank}.json").write_text(json.dumps(result))

@@ -34,6 +34,7 @@ with needed("transformers"):
     from accelerate.data_loader import prepare_data_loader
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers.trainer import SCHEDULER_NAME
+    from transformers.trainer_utils import HPSearchBackend
     from transformers.training_args import ParallelMode
 
     from zerobubble.integrations.batches import num_samples, samples_of
@@ -55,6 +56,10 @@ FOLDER = "pipeline_optimizer"
 Trainer takes a folder for an optimizer if "optimizer" is in its name. So Trainer without a pipeline looks for optimizer.pt, and raises an
 error if there is none, instead of starting with a new optimizer.
 """
+
+
+class _TrialEndedError(Exception):
+    """Rank 0 ended a trial of a search for hyperparameters."""
 
 
 def default_microbatches(ranks: int, samples: int) -> int:
@@ -214,6 +219,27 @@ class PipelineMixin(_Trainer):
         super().create_accelerator_and_postprocess()
         if hasattr(self, "_same_stages"):  # else Trainer is not made yet
             self._count_replicas_in_accelerator()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains like Trainer. If rank 0 ends a trial of a search early, returns None on the other ranks, which go on to the next trial."""
+        try:
+            return super().train(*args, **kwargs)
+        except _TrialEndedError:
+            return None
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Reports metrics to the search. Only rank 0 has the study, so it says to all whether the trial ends here."""
+        ends = [False]
+        try:
+            super()._report_to_hp_search(trial, step, metrics)
+        except Exception:
+            ends = [True]
+            raise
+        finally:
+            if trial is not None and self.hp_search_backend == HPSearchBackend.OPTUNA:
+                dist.broadcast_object_list(ends, src=0)
+        if ends[0]:
+            raise _TrialEndedError
 
     def _count_replicas_in_accelerator(self) -> None:
         """Makes the loaders and gathered metrics of the Accelerator count replicas."""
