@@ -97,8 +97,10 @@ def split_batch(
     is_cut = [dim is not None and tensor.shape[dim] == size for tensor, dim in zip(tensors, dims, strict=True)]
     parts = [gradients.parts(t, what, rows, dim if cut else None) for t, dim, cut in zip(tensors, dims, is_cut, strict=True)]
     structures = cut_structures(named, rows, batch_dims, is_cut)
-    microbatches = [unflatten_pytree(own, iter(of_one)) for own, of_one in zip(structures, zip(*parts, strict=True), strict=True)]
-    return SplitBatch(microbatches, [own.stop - own.start for own in rows], size)
+    microbatches = [
+        unflatten_pytree(structure, iter(tensors)) for structure, tensors in zip(structures, zip(*parts, strict=True), strict=True)
+    ]
+    return SplitBatch(microbatches, [part.stop - part.start for part in rows], size)
 
 
 def _refuse_meta(tensors: Sequence[Tensor], what: str) -> None:
@@ -195,12 +197,12 @@ def sample_slices(size: int, num_microbatches: int) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in pairwise(ends))
 
 
-def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:
-    if len(given) != num_microbatches:
+def _from_list(listed: list[Any], num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:
+    if len(listed) != num_microbatches:
         message = "{argument} is a list of {got}, but a list has one item for each of the {expected} microbatches"
-        raise InputError(message, argument=what, got=len(given), expected=num_microbatches, remedy=_grouped(len(given), num_microbatches))
+        raise InputError(message, argument=what, got=len(listed), expected=num_microbatches, remedy=_grouped(len(listed), num_microbatches))
     microbatches, sizes = [], []
-    for j, item in enumerate(given):
+    for j, item in enumerate(listed):
         tensors, structure = flatten_pytree(dict(item) if isinstance(item, Mapping) else item, opaque=True)
         if not (isinstance(item, (Tensor, tuple, list, Mapping)) or is_plain_dataclass(item)) or not tensors:
             remedy = FROM_NUMPY if type(item).__name__ == "ndarray" else ""
@@ -213,9 +215,9 @@ def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: In
 
 def _grouped(num_samples: int, num_microbatches: int) -> str:
     """Returns how to group a list with an entry for each sample."""
-    each, rest = divmod(num_samples, num_microbatches)
-    group = f"[samples[j:j + {each}] for j in range(0, {num_samples}, {each})]"
-    how = f"as {group}" if each and not rest else f"into {num_microbatches} lists"
+    group_size, rest = divmod(num_samples, num_microbatches)
+    group = f"[samples[j:j + {group_size}] for j in range(0, {num_samples}, {group_size})]"
+    how = f"as {group}" if group_size and not rest else f"into {num_microbatches} lists"
     return f"unpack a batch of inputs and targets, pipe.step(*batch); give several inputs as a tuple, and group a list with samples {how}"
 
 
@@ -263,9 +265,10 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int] = (), dim: int = 0
 
 def _items_of_all(outputs: Sequence[Any]) -> list[dict[Any, Any]] | None:
     """Returns the items of each output by their names or places; None if they are not containers of one form."""
-    items = [found for output in outputs if (found := _items(output)) is not None]
+    items = [named for output in outputs if (named := _items(output)) is not None]
     are_alike = all(isinstance(output, Mapping) for output in outputs) or len({type(output) for output in outputs}) == 1
-    return items if are_alike and len(items) == len(outputs) and all(found.keys() == items[0].keys() for found in items) else None
+    are_alike = are_alike and len(items) == len(outputs) and all(named.keys() == items[0].keys() for named in items)
+    return items if are_alike else None
 
 
 def _items(output: Any) -> dict[Any, Any] | None:
@@ -308,10 +311,10 @@ def _joined_tensors(outputs: list[Tensor], sizes: Sequence[int], dim: int, *, ta
     if len(possible) > 1 and not takes_first:
         _warn_of_dims(shapes[0], sizes[0], possible)
         return outputs
-    found = next(iter(possible), len(shapes[0]))
-    if found >= len(shapes[0]) or len({(*shape[:found], *shape[found + 1 :]) for shape in shapes}) > 1:
+    batch_dim = next(iter(possible), len(shapes[0]))
+    if batch_dim >= len(shapes[0]) or len({(*shape[:batch_dim], *shape[batch_dim + 1 :]) for shape in shapes}) > 1:
         return outputs
-    return torch.cat(outputs, found)
+    return torch.cat(outputs, batch_dim)
 
 
 def _batch_dims(shapes: Sequence[torch.Size], sizes: Sequence[int], first: int) -> list[int]:
@@ -321,10 +324,10 @@ def _batch_dims(shapes: Sequence[torch.Size], sizes: Sequence[int], first: int) 
     rows that depends on it are in dimension 0.
     """
     of_dims = list(zip(*shapes, strict=True))
-    having = [dim for dim, found in enumerate(of_dims) if list(found) == list(sizes)]
+    having = [dim for dim, lengths in enumerate(of_dims) if list(lengths) == list(sizes)]
     if first in having:
         return [first]
-    varying = [dim for dim, found in enumerate(of_dims) if len(set(found)) > 1]
+    varying = [dim for dim, lengths in enumerate(of_dims) if len(set(lengths)) > 1]
     rows_of_sample = {divmod(rows, size) for rows, size in zip(of_dims[0], sizes, strict=True)}
     has_rows = len(rows_of_sample) == 1 and all(rest == 0 for _, rest in rows_of_sample)
     return sorted({*having, *([0] if has_rows or varying == [0] else [])})

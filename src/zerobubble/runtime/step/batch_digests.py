@@ -49,14 +49,14 @@ class BatchDigests:
             return 0
         elements = _elements(batch)
         if waits or is_host(self._device):
-            return _number([each.cpu() for each in elements])
+            return _number([element.cpu() for element in elements])
         if elements:
             self._copied = self._copy(call, elements)
         return _number(copied.elements) if copied is not None and copied.call == call - 1 and copied.end.query() else 0
 
     def _copy(self, call: int, elements: Sequence[Tensor]) -> _Copied:
         device = interface(self._device)
-        copies = [device.copy_on_host(each) for each in elements]
+        copies = [device.copy_on_host(element) for element in elements]
         end = device.new_event()
         end.record(device.current_stream())
         return _Copied(call, copies, end)
@@ -90,5 +90,5 @@ def _has_elements(tensor: Tensor) -> bool:
 def _number(elements: Sequence[Tensor]) -> int:
     if not elements:
         return 0
-    content = b"".join(each.view(torch.uint8).numpy().tobytes() for each in elements)
+    content = b"".join(element.view(torch.uint8).numpy().tobytes() for element in elements)
     return int.from_bytes(blake2b(content, digest_size=6).digest(), "big")

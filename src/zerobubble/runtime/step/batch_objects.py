@@ -179,19 +179,19 @@ def _cut_mask(mask: Any, rows: Sequence[slice], where: str, dim: int) -> list[An
         message = "{place} is a BlockMask of batch size {got} in dimension 0, and the batch has {expected} samples"
         remedy = "create it for the batch, or with B=None for all samples"
         raise InputError(message, place=where, got=size, expected=rows[-1].stop, remedy=remedy)
-    return [_rows_of_mask(mask, own) for own in rows]
+    return [_rows_of_mask(mask, rows_of_one) for rows_of_one in rows]
 
 
-def _rows_of_mask(mask: Any, own: slice) -> Any:
+def _rows_of_mask(mask: Any, rows: slice) -> Any:
     def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return mask.mask_mod(b + own.start, h, q, kv)
+        return mask.mask_mod(b + rows.start, h, q, kv)
 
     full = mask.full_kv_num_blocks is not None
     return type(mask).from_kv_blocks(
-        mask.kv_num_blocks[own],
-        mask.kv_indices[own],
-        mask.full_kv_num_blocks[own] if full else None,
-        mask.full_kv_indices[own] if full else None,
+        mask.kv_num_blocks[rows],
+        mask.kv_indices[rows],
+        mask.full_kv_num_blocks[rows] if full else None,
+        mask.full_kv_indices[rows] if full else None,
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=mask_mod,
         seq_lengths=mask.seq_lengths,

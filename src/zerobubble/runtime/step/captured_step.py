@@ -48,9 +48,9 @@ def refuse_in_graphs(schedule: Schedule, modules: Mapping[int, nn.Module], *, ti
         "sum gradients of tied parameters over ranks": ties,
         "gather weights that FSDP2 shards": any(shards_of(module, stage) is not None for stage, module in modules.items()),
     }
-    found = [what for what, is_so in faults.items() if is_so]
-    if found:
-        raise InputError("cuda_graphs='step' cannot capture steps that {what}", what=" and ".join(found), remedy=WITHOUT_STEP)
+    reasons = [what for what, is_so in faults.items() if is_so]
+    if reasons:
+        raise InputError("cuda_graphs='step' cannot capture steps that {what}", what=" and ".join(reasons), remedy=WITHOUT_STEP)
 
 
 class CapturedStep:
@@ -73,7 +73,7 @@ class CapturedStep:
         self._replay: Callable[[], object] = lambda: None
         self._note_losses: Callable[[], None] = lambda: None
 
-    def refuse(self, num_microbatches: int, given: StepInputs) -> None:
+    def refuse(self, num_microbatches: int, step_inputs: StepInputs) -> None:
         """Raises `InputError` for a step that the graph cannot repeat."""
         if num_microbatches != self._num_microbatches:
             raise InputError(
@@ -82,18 +82,18 @@ class CapturedStep:
                 expected=self._num_microbatches,
                 remedy=WITHOUT_STEP,
             )
-        if given.scaler is not None and given.scaler.is_enabled():
+        if step_inputs.scaler is not None and step_inputs.scaler.is_enabled():
             raise InputError("a captured step takes no {argument}, whose scale changes", argument="scaler", remedy=WITHOUT_STEP)
         hooked = next((name for name, parameter in self._modules.named_parameters() if is_watched(parameter)), None)
         if hooked is not None:
             raise InputError("a captured step calls no hook on a gradient, and {name!r} has one", name=hooked, remedy=WITHOUT_STEP)
 
-    def inputs(self, what: str, given: Any) -> Any:
+    def inputs(self, what: str, value: Any) -> Any:
         """Copies the tensors of a pytree to where they were in the first step, and returns the pytree of these.
 
         Raises `InputError` if it differs in more than the values of tensors, and for a tensor that requires a gradient.
         """
-        tensors, structure = flatten_pytree(given, opaque=True)
+        tensors, structure = flatten_pytree(value, opaque=True)
         objects = sorted({kind.__name__ for kind in opaque_types_in(structure)})
         if objects:
             raise InputError(
@@ -104,8 +104,8 @@ class CapturedStep:
         if what not in self._given:
             self._given[what] = structure, [tensor.detach().clone() for tensor in tensors]
         before, static = self._given[what]
-        shapes, known = ([(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in each] for each in (tensors, static))
-        if structure != before or shapes != known:
+        shapes, shapes_before = ([(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in group] for group in (tensors, static))
+        if structure != before or shapes != shapes_before:
             raise InputError(
                 "{argument} are {got}, but were {expected} in the first step, and all steps of this pipeline are captured as one",
                 argument=what,
@@ -113,8 +113,8 @@ class CapturedStep:
                 expected=_described(static),
                 remedy=f"pad them to one shape, or {WITHOUT_STEP}",
             )
-        for own, tensor in zip(static, tensors, strict=True):
-            copy_into(own, tensor)
+        for kept, tensor in zip(static, tensors, strict=True):
+            copy_into(kept, tensor)
         return unflatten_pytree(structure, iter(static))
 
     def play(self, batch: Batch, run: Callable[[Batch], None], captured_losses: Callable[[], Callable[[], None]]) -> None:
@@ -158,7 +158,7 @@ class CapturedStep:
         self._note_losses()
 
     def _with_gradient(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, each) for name, each in self._modules.named_parameters() if self._gradients.get(each) is not None]
+        return [(name, parameter) for name, parameter in self._modules.named_parameters() if self._gradients.get(parameter) is not None]
 
     def _sum_like(self, name: str, parameter: nn.Parameter) -> Tensor:
         gradient = self._gradients.dense(parameter)
@@ -169,11 +169,11 @@ class CapturedStep:
     def _place_sums(self) -> None:
         """Has the step add to the sums of earlier ones, in the tensors that the graph writes."""
         for parameter, static in self._sums.items():
-            found = self._gradients.get(parameter)
-            if found is None:
+            gradient = self._gradients.get(parameter)
+            if gradient is None:
                 static.zero_()
-            elif found is not static:
-                static.copy_(found)
+            elif gradient is not static:
+                static.copy_(gradient)
             self._gradients.put(parameter, static)
 
     def _tensors_in_place(self) -> list[tuple[int, bool]]:

@@ -82,16 +82,17 @@ class DividedLoss:
 
     def output_gradient(self, microbatch: int, parts: Sequence[Tensors]) -> Cotangents:
         """Returns the gradient of the last stage's output, and records the loss of the microbatch."""
-        given = self._given[microbatch]
-        gradient, losses = gradient_of_output(parts, given.weight)
+        values = self._given[microbatch]
+        gradient, losses = gradient_of_output(parts, values.weight)
         self._record_loss(microbatch, losses)
-        return (gradient.to(given.dtype).view(given.shape),) if given.requires_grad else ()
+        return (gradient.to(values.dtype).view(values.shape),) if values.requires_grad else ()
 
     def _record_loss(self, microbatch: int, losses: Tensor) -> None:
         """Records the mean loss of the tokens that count."""
-        given = self._given.pop(microbatch)
-        requires_grad = given.requires_grad or not self._parts or any(part.trains for part in self._parts.values())
-        self._losses.record_loss(microbatch, losses.where(given.counts, 0).sum() / given.counts.sum(), requires_grad=requires_grad)
+        values = self._given.pop(microbatch)
+        requires_grad = values.requires_grad or not self._parts or any(part.trains for part in self._parts.values())
+        mean = losses.where(values.counts, 0).sum() / values.counts.sum()
+        self._losses.record_loss(microbatch, mean, requires_grad=requires_grad)
 
     def evaluate(self, peers: Peers, schedule: Schedule, outputs: Sequence[Any]) -> None:
         """Computes the losses of evaluated microbatches from the `outputs` of the last stage; all ranks call it.
@@ -99,13 +100,14 @@ class DividedLoss:
         The inputs and results of the parts are sent microbatch by microbatch, outside of any schedule.
         """
         last, doing = schedule.placement.routes[0][-1], "evaluating the loss of a divided head"
-        given: list[Tensors] = []
+        head_inputs: list[Tensors] = []
         if peers.rank == last and self._losses.has_targets:
-            given = [self.head_inputs(j, as_tensors(output, schedule.num_stages - 1)) for j, output in enumerate(outputs)]
+            head_inputs = [self.head_inputs(j, as_tensors(output, schedule.num_stages - 1)) for j, output in enumerate(outputs)]
         with peers.collective(doing):
-            shapes = peers.gather_objects([[(tuple(tensor.shape), tensor.dtype) for tensor in each] for each in given])[last]
+            shapes = peers.gather_objects([[(tuple(tensor.shape), tensor.dtype) for tensor in tensors] for tensors in head_inputs])[last]
         for microbatch, of_inputs in enumerate(shapes):
-            tensors = given[microbatch] if given else [torch.empty(size, dtype=dtype, device=peers.device) for size, dtype in of_inputs]
+            received = [torch.empty(size, dtype=dtype, device=peers.device) for size, dtype in of_inputs] if not head_inputs else []
+            tensors = head_inputs[microbatch] if head_inputs else received
             for tensor in tensors:
                 peers.replicate(tensor, last, doing)
             all_given, sums = GivenToHead(*tensors), []

@@ -30,64 +30,64 @@ class InputGradients:
         self._num_routes = num_routes
         self._sums.clear()
 
-    def part(self, given: Tensor, what: str, rows: slice | None = None, dim: int = 0) -> Tensor:
-        """Returns the input of a microbatch: `given`, which is part of `what`, or some rows of it along `dim`, detached from its graph.
+    def part(self, tensor: Tensor, what: str, rows: slice | None = None, dim: int = 0) -> Tensor:
+        """Returns the input of a microbatch: `tensor`, which is part of `what`, or some rows of it along `dim`, detached from its graph.
 
         Raises `InputError` for a tensor that requires a gradient if the schedule has several routes, or if it is nested or of a tensor
         subclass.
         """
-        detached = _detached(given)
+        detached = _detached(tensor)
         part = detached if rows is None else _narrow(detached, rows, dim)
-        if given.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and torch.is_grad_enabled():
             if self._num_routes > 1:
                 message = (
                     "{argument} require a gradient, but each rank at the ends of a bidirectional schedule would have that of its own "
                     "microbatches only"
                 )
                 raise InputError(message, argument=what, remedy="detach() them, or choose a schedule with one route")
-            if given.is_nested or not has_plain_type(given):
-                kind = "nested tensor" if given.is_nested else type(given).__name__
+            if tensor.is_nested or not has_plain_type(tensor):
+                kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
                 message = "a {got} among {argument} requires a gradient, which only plain tensors can receive"
                 raise InputError(message, got=kind, argument=what, remedy="detach() it, or give the tensors it is made of")
             part.requires_grad_()
-            part.register_post_accumulate_grad_hook(partial(self._add, given, rows, dim))  # type: ignore[no-untyped-call]
+            part.register_post_accumulate_grad_hook(partial(self._add, tensor, rows, dim))  # type: ignore[no-untyped-call]
         return part
 
-    def parts(self, given: Tensor, what: str, rows: Sequence[slice], dim: int | None = 0) -> list[Tensor]:
+    def parts(self, tensor: Tensor, what: str, rows: Sequence[slice], dim: int | None = 0) -> list[Tensor]:
         """Returns `part` for every microbatch of a batch split into these `rows` along `dim`; all get the whole tensor if `dim` is None."""
         if dim is None:
-            return [self.part(given, what) for _ in rows]
-        if given.requires_grad and torch.is_grad_enabled():
-            return [self.part(given, what, own, dim) for own in rows]
-        detached = _detached(given)
-        return [_narrow(detached, own, dim) for own in rows]
+            return [self.part(tensor, what) for _ in rows]
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return [self.part(tensor, what, rows_of_one, dim) for rows_of_one in rows]
+        detached = _detached(tensor)
+        return [_narrow(detached, rows_of_one, dim) for rows_of_one in rows]
 
-    def _add(self, given: Tensor, rows: slice | None, dim: int, part: Tensor) -> None:
+    def _add(self, tensor: Tensor, rows: slice | None, dim: int, part: Tensor) -> None:
         """Adds the gradient that a backward pass left in `part`."""
         gradient, part.grad = part.grad, None
         assert gradient is not None
-        _, total = self._sums.get(id(given), (given, None))
+        _, total = self._sums.get(id(tensor), (tensor, None))
         if rows is None:
             total = gradient.clone() if total is None else total + gradient
         else:
-            total = torch.zeros_like(given, requires_grad=False) if total is None else total
+            total = torch.zeros_like(tensor, requires_grad=False) if total is None else total
             _narrow(total, rows, dim).add_(gradient)
-        self._sums[id(given)] = given, total
+        self._sums[id(tensor)] = tensor, total
 
     def hand_back(self, divisor: int) -> None:
         """Divides the collected gradients by `divisor` and backpropagates them into the given tensors, in one call for all."""
         sums = list(self._sums.values())
         self._sums.clear()
         if sums:
-            torch.autograd.backward([given for given, _ in sums], [total / divisor if divisor > 1 else total for _, total in sums])
+            torch.autograd.backward([tensor for tensor, _ in sums], [total / divisor if divisor > 1 else total for _, total in sums])
 
 
-def _detached(given: Tensor) -> Tensor:
-    """Returns `given` without its graph; a normal copy of an inference tensor, which no backward pass can save."""
-    if given.is_inference():
+def _detached(tensor: Tensor) -> Tensor:
+    """Returns `tensor` without its graph; a normal copy of an inference tensor, which no backward pass can save."""
+    if tensor.is_inference():
         with making_tensors():
-            return given.clone()
-    return given.detach()
+            return tensor.clone()
+    return tensor.detach()
 
 
 def _narrow(tensor: Tensor, rows: slice, dim: int) -> Tensor:
@@ -96,13 +96,13 @@ def _narrow(tensor: Tensor, rows: slice, dim: int) -> Tensor:
 
 def parameters_behind(tensors: Iterable[Tensor]) -> set[Tensor]:
     """Returns the parameters that `tensors` are made of. Their graphs are traversed once per node."""
-    found: set[Tensor] = set()
+    parameters: set[Tensor] = set()
     left: list[Any] = []
     for tensor in tensors:
         if tensor.grad_fn is not None:
             left.append(tensor.grad_fn)
         elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            found.add(tensor)
+            parameters.add(tensor)
     seen = {None}
     while left:
         node = left.pop()
@@ -110,6 +110,6 @@ def parameters_behind(tensors: Iterable[Tensor]) -> set[Tensor]:
             continue
         seen.add(node)
         if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
-            found.add(variable)
+            parameters.add(variable)
         left += [following for following, _ in node.next_functions]
-    return found
+    return parameters

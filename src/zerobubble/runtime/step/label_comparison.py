@@ -91,35 +91,35 @@ class LabelComparison:
         """Returns labels over which the loss is a mean, if the weights of two microbatches do not say how many count."""
         if len({len(labels.tensors) for labels in self._labels}) != 1:
             return None
-        suspects = [found for place in range(len(self._labels[0].tensors)) for found in self._unequal(place)]
+        suspects = [suspect for place in range(len(self._labels[0].tensors)) for suspect in self._unequal(place)]
         if not suspects:
             return None
         with self._alone():
-            return next((found for place, found in suspects if self._is_mean_over(self._labels[0].tensors[place], found)), None)
+            return next((suspect for place, suspect in suspects if self._is_mean_over(self._labels[0].tensors[place], suspect)), None)
 
     def _unequal(self, place: int) -> Iterator[tuple[int, IgnoredLabels]]:
         """Yields how labels at this place may count such that weights do not fit."""
         ignored = min(int(labels.tensors[place].min()) if labels.tensors[place].numel() else 0 for labels in self._labels)
         if ignored >= 0 or any(bool((labels.tensors[place] < 0).ne(labels.tensors[place] == ignored).any()) for labels in self._labels):
             return
-        found = [self._unequal_counts(place, ignored, are_shifted=are_shifted) for are_shifted in (False, True)]
+        counted = [self._unequal_counts(place, ignored, are_shifted=are_shifted) for are_shifted in (False, True)]
         first = self._labels[0].tensors[place]
-        if None in found and bool((first[..., 0] == ignored).all()):  # the first microbatch does not show whether the first label counts
+        if None in counted and bool((first[..., 0] == ignored).all()):  # it does not show whether the first label counts
             return
-        yield from ((place, counts) for counts in found if counts is not None)
+        yield from ((place, counts) for counts in counted if counts is not None)
 
     def _unequal_counts(self, place: int, ignored: int, *, are_shifted: bool) -> IgnoredLabels | None:
         """Returns the counts of labels in two microbatches whose weights do not fit them; None if all weights fit."""
-        (one, ours), *others = [(each, len(_counted(each.tensors[place], ignored, are_shifted=are_shifted))) for each in self._labels]
+        (first, ours), *others = [(part, len(_counted(part.tensors[place], ignored, are_shifted=are_shifted))) for part in self._labels]
         for two, theirs in others:
-            if abs(ours * two.weight - theirs * one.weight) > 1e-6 * (ours * two.weight + theirs * one.weight):
-                microbatches, weights = (one.microbatch, two.microbatch), (one.weight, two.weight)
+            if abs(ours * two.weight - theirs * first.weight) > 1e-6 * (ours * two.weight + theirs * first.weight):
+                microbatches, weights = (first.microbatch, two.microbatch), (first.weight, two.weight)
                 return IgnoredLabels(ignored, are_shifted, microbatches, (ours, theirs), weights)
         return None
 
-    def _is_mean_over(self, labels: Tensor, found: IgnoredLabels) -> bool:
+    def _is_mean_over(self, labels: Tensor, ignored_labels: IgnoredLabels) -> bool:
         """Returns whether the loss of the first microbatch is the mean over its counted `labels`."""
-        counted = _counted(labels, found.ignored, are_shifted=found.are_shifted)
+        counted = _counted(labels, ignored_labels.ignored, are_shifted=ignored_labels.are_shifted)
         count = len(counted)
         if count < 2:
             return False
@@ -128,9 +128,9 @@ class LabelComparison:
         is_chosen = torch.arange(count, device=counted.device)
         for ours in (is_chosen < max(1, 3 * count // 8), is_chosen % 3 == 0):
             parts = [counted[ours], counted[~ours]]
-            one, other = (float(self._loss_of(labels, _with_only(labels, part, found.ignored))) for part in parts)
-            mean, scale = (len(parts[0]) * one + len(parts[1]) * other) / count, max(abs(one), abs(other), abs(float(whole)))
-            if not isfinite(scale) or abs(one - other) < _LEAST_APART * rounding * scale or abs(float(whole) - mean) > rounding * scale:
+            first, other = (float(self._loss_of(labels, _with_only(labels, part, ignored_labels.ignored))) for part in parts)
+            mean, scale = (len(parts[0]) * first + len(parts[1]) * other) / count, max(abs(first), abs(other), abs(float(whole)))
+            if not isfinite(scale) or abs(first - other) < _LEAST_APART * rounding * scale or abs(float(whole) - mean) > rounding * scale:
                 return False
         return True
 

@@ -241,9 +241,9 @@ class StepLosses:
         """Notes the loss of a microbatch and the parts that stages `added` to it, and calls `on_loss`."""
         if added:
             self._added[microbatch] = {name: value.detach().to(loss.dtype) for name, value in added.items()}
-        known = self._known[microbatch] = loss.detach()
+        value = self._known[microbatch] = loss.detach()
         if self._on_loss is not None:
-            self._on_loss(microbatch, known)
+            self._on_loss(microbatch, value)
 
     def _note_gradients(self, result: Tensor, loss: Tensor, output: Any, added: Mapping[str, Tensor]) -> None:
         """Notes whether the result and the output require a gradient. Refuses a loss of parameters that this rank does not hold."""
@@ -359,15 +359,15 @@ class StepLosses:
 
         Computed on the host, which reads the losses anyway: a GPU would run two kernels for each microbatch.
         """
-        known = [(microbatch, loss) for microbatch, loss in enumerate(self._known) if loss is not None]
-        if not known:
+        finished = [(microbatch, loss) for microbatch, loss in enumerate(self._known) if loss is not None]
+        if not finished:
             return None
-        losses = torch.stack([loss for _, loss in known]).cpu()
+        losses = torch.stack([loss for _, loss in finished]).cpu()
         if self._weights_are_equal and not self._sums:
             shares = (losses / len(self._loss_ranks)).unbind()
         else:
-            shares = tuple(self._share(microbatch, loss) for (microbatch, _), loss in zip(known, losses, strict=True))
-        return sum(shares[1:], shares[0]).to(known[0][1].device)
+            shares = tuple(self._share(microbatch, loss) for (microbatch, _), loss in zip(finished, losses, strict=True))
+        return sum(shares[1:], shares[0]).to(finished[0][1].device)
 
     def _sum_over_replicas(self, total: Tensor) -> Tensor:
         """Returns the mean loss of the whole batch from this replica's part `total`; `added` and `requires_grad` become those of all."""
@@ -387,12 +387,12 @@ class StepLosses:
             return
         self.set_state |= SetState.MODEL * self._has_state() | SetState.LOSS * self.state.has_changed()
         self.set_state |= SetState.HOOKS * bool(self.reads.hooks.lacking())
-        known = [loss for loss in self._known if loss is not None]
-        values = iter(torch.stack(known).tolist() if known else ())
+        finished = [loss for loss in self._known if loss is not None]
+        values = iter(torch.stack(finished).tolist() if finished else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
         following = AddedLossReport.from_parts(self.added) if self.added else None
         num_following = 0 if following is None else len(following.numbers())
-        dtype, flags = known[0].dtype if known else None, (self.requires_grad, self.is_refused, self.set_state)
+        dtype, flags = finished[0].dtype if finished else None, (self.requires_grad, self.is_refused, self.set_state)
         report = LossReport(dtype, number, self._weights_hash, num_following, *flags, losses)
         self._sendings = [self._peers.send_control(report, rank) for rank in others]
         if following is not None:
@@ -422,8 +422,8 @@ class StepLosses:
             self._send_result()
         for sending in self._sendings:
             sending.wait("sending the loss")
-        known = [loss for loss in self._known if loss is not None]
-        self.losses = torch.stack(known) if known else None
+        finished = [loss for loss in self._known if loss is not None]
+        self.losses = torch.stack(finished) if finished else None
         return self._result
 
     def _merge_report(self, source: int, report: LossReport) -> None:

@@ -139,15 +139,15 @@ class LossComparison:
         assert self._before is not None
         with suppress(Exception):  # a loss may raise anything when it is called once more
             parts = [part._replace(output=_mapped(part.output, lambda tensor: tensor.to(self._device))) for part in self._parts]
-            found = _Calls(self._loss_fn, self._device, self._before).compare(parts)
-            return "" if found is None else _text(*found, self._parts)
+            difference = _Calls(self._loss_fn, self._device, self._before).compare(parts)
+            return "" if difference is None else _text(*difference, self._parts)
         return ""
 
     def _fault_in_labels(self) -> str:
         """Returns which weights a mean over labels that are not ignored needs, empty if it has them or cannot be compared."""
         with suppress(Exception):  # so may a stage
-            found = self._labels.found()
-            return "" if found is None else _text_of_labels(found)
+            unequal = self._labels.found()
+            return "" if unequal is None else _text_of_labels(unequal)
         return ""
 
     @contextmanager
@@ -264,7 +264,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _mean(parts: Sequence[_Part], losses: Sequence[float]) -> tuple[float, float]:
     """Returns the weighted mean of `losses`, and the largest size of a term."""
-    terms = [part.weight * loss / sum(each.weight for each in parts) for part, loss in zip(parts, losses, strict=True)]
+    terms = [part.weight * loss / sum(other.weight for other in parts) for part, loss in zip(parts, losses, strict=True)]
     return sum(terms), max(map(abs, terms))
 
 
@@ -278,8 +278,8 @@ def _rounding_of(values: Any, device: torch.device) -> float:
     if torch.is_autocast_enabled(device.type):
         return _MOST_ROUNDING
     dtypes = {tensor.dtype for tensor in flatten_pytree(values, opaque=True)[0] if tensor.is_floating_point()}
-    found = max(_ROUNDING.get(dtype, _MOST_ROUNDING) for dtype in dtypes)
-    return max(found, _OF_TENSOR_CORES) if not is_host(device) and dtypes != {torch.float64} else found
+    rounding = max(_ROUNDING.get(dtype, _MOST_ROUNDING) for dtype in dtypes)
+    return max(rounding, _OF_TENSOR_CORES) if not is_host(device) and dtypes != {torch.float64} else rounding
 
 
 def _joined(parts: Sequence[_Part], *, by_views: bool, keeps_equal: bool) -> tuple[Any, Any]:
@@ -299,7 +299,8 @@ def _joined(parts: Sequence[_Part], *, by_views: bool, keeps_equal: bool) -> tup
         raise _IncomparableError
     sizes = first.size, second.size
     joined = [
-        _joined_tensor(one, another, sizes, by_views=by_views, keeps_equal=keeps_equal) for one, another in zip(ours, theirs, strict=True)
+        _joined_tensor(tensor, another, sizes, by_views=by_views, keeps_equal=keeps_equal)
+        for tensor, another in zip(ours, theirs, strict=True)
     ]
     output, target = unflatten_pytree(structure, iter(joined))
     return output, target
@@ -314,27 +315,27 @@ def _lists_samples(value: Any, size: int) -> bool:
     return (isinstance(value, list) and len(value) == size) or any(_lists_samples(item, size) for item in value)
 
 
-def _joined_tensor(one: Tensor, other: Tensor, sizes: tuple[int, int], *, by_views: bool, keeps_equal: bool) -> Tensor:
+def _joined_tensor(tensor: Tensor, other: Tensor, sizes: tuple[int, int], *, by_views: bool, keeps_equal: bool) -> Tensor:
     """Returns one tensor for both microbatches. Tensors without a batch are equal in both, such as a temperature."""
-    if type(one) is not type(other) or one.is_nested or hasattr(one, "to_local") or one.dim() != other.dim():
+    if type(tensor) is not type(other) or tensor.is_nested or hasattr(tensor, "to_local") or tensor.dim() != other.dim():
         raise _IncomparableError
-    are_equal = one.shape == other.shape and torch.equal(one, other)
-    has_batch = one.dim() > 0 and not (are_equal and keeps_equal)
-    joined = _along_batch(one, other, sizes, by_views=by_views) if has_batch else None
+    are_equal = tensor.shape == other.shape and torch.equal(tensor, other)
+    has_batch = tensor.dim() > 0 and not (are_equal and keeps_equal)
+    joined = _along_batch(tensor, other, sizes, by_views=by_views) if has_batch else None
     if joined is None and not are_equal:
         raise _IncomparableError
-    return one.clone() if joined is None else joined
+    return tensor.clone() if joined is None else joined
 
 
-def _along_batch(one: Tensor, other: Tensor, sizes: tuple[int, int], *, by_views: bool) -> Tensor | None:
+def _along_batch(tensor: Tensor, other: Tensor, sizes: tuple[int, int], *, by_views: bool) -> Tensor | None:
     """Returns both tensors joined along a dimension with the sizes of the microbatches or a multiple of them; None if they have none."""
-    having = [dim for dim, lengths in enumerate(zip(one.shape, other.shape, strict=True)) if lengths == sizes]
+    having = [dim for dim, lengths in enumerate(zip(tensor.shape, other.shape, strict=True)) if lengths == sizes]
     if len(having) == 1 or 0 in having:
-        return torch.cat([one, other], having[0])
-    rows = len(one) // sizes[0]
-    if rows < 2 or (len(one), len(other)) != (rows * sizes[0], rows * sizes[1]):
+        return torch.cat([tensor, other], having[0])
+    rows = len(tensor) // sizes[0]
+    if rows < 2 or (len(tensor), len(other)) != (rows * sizes[0], rows * sizes[1]):
         return None
-    views = zip(one.chunk(rows), other.chunk(rows), strict=True) if by_views else [(one, other)]
+    views = zip(tensor.chunk(rows), other.chunk(rows), strict=True) if by_views else [(tensor, other)]
     return torch.cat([tensor for view in views for tensor in view])
 
 
@@ -354,12 +355,12 @@ def _text(whole: float, mean: float, parts: Sequence[_Part]) -> str:
     )
 
 
-def _text_of_labels(found: IgnoredLabels) -> str:
-    (first, second), (ours, theirs), (one, other) = found.microbatches, found.counts, found.weights
-    labels = "labels[..., 1:]" if found.are_shifted else "labels"
+def _text_of_labels(unequal: IgnoredLabels) -> str:
+    (first, second), (ours, theirs), (our_weight, their_weight) = unequal.microbatches, unequal.counts, unequal.weights
+    labels = "labels[..., 1:]" if unequal.are_shifted else "labels"
     return (
-        f"the loss is a mean over labels other than {found.ignored}, of which microbatches {first} and {second} have {ours} and {theirs}, "
-        f"but their weights are {one:g} and {other:g}. So this pipeline trains as one device that accumulates gradients over the "
-        "microbatches, not as one that takes the whole batch. Give the labels as targets, and "
-        f"loss_weight=lambda labels: ({labels} != {found.ignored}).sum(). {_MEANT}"
+        f"the loss is a mean over labels other than {unequal.ignored}, of which microbatches {first} and {second} have {ours} and "
+        f"{theirs}, but their weights are {our_weight:g} and {their_weight:g}. So this pipeline trains as one device that accumulates "
+        "gradients over the microbatches, not as one that takes the whole batch. Give the labels as targets, and "
+        f"loss_weight=lambda labels: ({labels} != {unequal.ignored}).sum(). {_MEANT}"
     )

@@ -18,10 +18,12 @@ _DETACHING = (
 )
 
 
-def note_given(error: Exception, function: str, **given: Any) -> None:
+def note_given(error: Exception, function: str, **arguments: Any) -> None:
     """Adds to an `error` of the user's `function` the shapes of the arguments that it was given."""
-    shapes = ", ".join(f"{name}={describe_pytree(value)}" for name, value in given.items())
-    error.add_note(f"{function} was given {shapes}{note_of_devices(str(error), tree_leaves(given))}{_note_of_output(error, **given)}")
+    shapes = ", ".join(f"{name}={describe_pytree(value)}" for name, value in arguments.items())
+    error.add_note(
+        f"{function} was given {shapes}{note_of_devices(str(error), tree_leaves(arguments))}{_note_of_output(error, **arguments)}"
+    )
 
 
 def _note_of_output(error: Exception, output: Any = None, **_: Any) -> str:
@@ -38,7 +40,7 @@ def unknown_parameter(loss: Tensor, made_of: Iterable[Tensor], held: Iterable[Te
     No optimizer, norm, checkpoint or replica would know such a parameter. Only the graph between these tensors and the loss is traversed,
     once per node.
     """
-    known = {id(tensor) for tensor in held}
+    held_ids = {id(tensor) for tensor in held}
     seen = {None, *(tensor.grad_fn for tensor in made_of)}
     left: list[Any] = [loss.grad_fn]
     while left:
@@ -47,7 +49,7 @@ def unknown_parameter(loss: Tensor, made_of: Iterable[Tensor], held: Iterable[Te
             continue
         seen.add(node)
         parameter = getattr(node, "variable", None)
-        if isinstance(parameter, nn.Parameter) and id(parameter) not in known:
+        if isinstance(parameter, nn.Parameter) and id(parameter) not in held_ids:
             message = "loss_fn trains a parameter of shape {shape} that no stage holds, so no optimizer, checkpoint or replica has it"
             remedy = "give the nn.Module that holds it as loss_fn, or put it into the last stage"
             return InputError(message, shape=tuple(parameter.shape), remedy=remedy)

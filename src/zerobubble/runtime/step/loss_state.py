@@ -59,16 +59,16 @@ class LossState:
 
     def put(self, of_ranks: Sequence[State], mine: State) -> None:
         """Makes the changes of the rank whose loss has changed any, unless they are `mine`. Raises `InputError` if there are two."""
-        own = [state for state in of_ranks if state]
-        if len(own) > 1:
-            names = sorted({self._name_of(index, name) for state in own for index, name in state if index < len(self._tables)})
+        changed = [state for state in of_ranks if state]
+        if len(changed) > 1:
+            names = sorted({self._name_of(index, name) for state in changed for index, name in state if index < len(self._tables)})
             raise InputError(
                 "loss_fn changes {names}, but {count} ranks run it, each for other microbatches",
                 names=", ".join(map(repr, names)),
-                count=len(own),
+                count=len(changed),
                 remedy="choose a schedule with one route, or compute this in the loop from pipe.losses",
             )
-        for (index, name), change in (own[0] if own and not mine else {}).items():
+        for (index, name), change in (changed[0] if changed and not mine else {}).items():
             if index < len(self._tables):
                 self._put(index, name, change)
 

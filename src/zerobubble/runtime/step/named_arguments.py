@@ -35,11 +35,11 @@ def split_kwargs(
     """
     if kwargs is None:
         return {}
-    each = for_each_microbatch(kwargs, num_microbatches, batch_size, gradients, batch_dims)
-    names = list(dict.fromkeys(name for named in each for name in named))
+    of_microbatches = for_each_microbatch(kwargs, num_microbatches, batch_size, gradients, batch_dims)
+    names = list(dict.fromkeys(name for named in of_microbatches for name in named))
     taken = names_taken(modules, names)
     _refuse_unknown(names, taken, modules)
-    return {stage: [_only(named, own) for named in each] for stage, own in taken.items() if own}
+    return {stage: [_only(named, names_of_stage) for named in of_microbatches] for stage, names_of_stage in taken.items() if names_of_stage}
 
 
 def names_taken(modules: Mapping[int, nn.Module], names: Sequence[str]) -> dict[int, list[str]]:
@@ -53,15 +53,15 @@ def positional_names(modules: Mapping[int, nn.Module], batch_dims: BatchDims) ->
     return [parameter.name for parameter in named if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
-def known_names(given: StepInputs, modules: Mapping[int, nn.Module]) -> set[str] | None:
+def known_names(step_inputs: StepInputs, modules: Mapping[int, nn.Module]) -> set[str] | None:
     """Returns the names of arguments that this rank was given or that its stages take.
 
     Returns None if a stage takes every name, or if the targets are named, which may have other names in other calls.
     """
     parameters = [parameter for module in modules.values() for parameter in _parameters_of_class(module)]
-    if isinstance(given.targets, Mapping) or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+    if isinstance(step_inputs.targets, Mapping) or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    mappings = [value for value in (given.inputs, given.kwargs) if isinstance(value, Mapping)]
+    mappings = [value for value in (step_inputs.inputs, step_inputs.kwargs) if isinstance(value, Mapping)]
     return {*(parameter.name for parameter in parameters), *(name for value in mappings for name in value)}
 
 
@@ -70,15 +70,17 @@ def _parameters_of_class(module: nn.Module) -> list[inspect.Parameter]:
     of_classes = (inspect.signature(vars(kind)["forward"]).parameters for kind in type(module).__mro__ if "forward" in vars(kind))
     every = [list(parameters.values())[1:] for parameters in of_classes]
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return next((own for own in every if any(parameter.kind not in unnamed for parameter in own)), every[0])
+    return next((of_class for of_class in every if any(parameter.kind not in unnamed for parameter in of_class)), every[0])
 
 
 def names_of_arguments(modules: Mapping[int, nn.Module]) -> list[str] | None:
     """Returns the names of arguments that stages take; None if one of them takes every name."""
-    found = {name: each for module in modules.values() for name, each in inspect.signature(module.forward).parameters.items()}
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values()):
+    parameters = {
+        name: parameter for module in modules.values() for name, parameter in inspect.signature(module.forward).parameters.items()
+    }
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
-    return sorted(name for name in found if any(_takes(module, name) for module in modules.values()))
+    return sorted(name for name in parameters if any(_takes(module, name) for module in modules.values()))
 
 
 def for_each_microbatch(
@@ -112,7 +114,7 @@ def _cut(
     is_cut = batch_size != GIVEN_AS_LIST
     flags = [dim is not None for dim in dims]
     structures = cut_structures(named, rows, batch_dims, flags) if is_cut else [structure] * len(rows)
-    return [unflatten_pytree(own, map(next, parts)) for own in structures]
+    return [unflatten_pytree(of_microbatch, map(next, parts)) for of_microbatch in structures]
 
 
 def _cut_dim(tensor: Tensor, name: str, batch_size: int, batch_dims: BatchDims) -> int | None:
@@ -138,13 +140,14 @@ def _detached(named: dict[str, Any], gradients: InputGradients) -> dict[str, Any
 
 
 def _refuse_unknown(names: list[str], taken: Mapping[int, list[str]], modules: Mapping[int, nn.Module]) -> None:
-    unknown = [name for name in names if not any(name in own for own in taken.values())]
+    unknown = [name for name in names if not any(name in of_stage for of_stage in taken.values())]
     if unknown:
-        known = sorted({parameter for module in modules.values() for parameter in inspect.signature(module.forward).parameters})
+        taken_names = sorted({parameter for module in modules.values() for parameter in inspect.signature(module.forward).parameters})
+        stages = ", ".join(map(str, modules))
         raise InputError(
             "no stage of this rank takes {got}",
             got=", ".join(map(repr, unknown)),
-            remedy=f"{near(unknown[0], known)}the forward of stage {', '.join(map(str, modules))} takes {', '.join(known) or 'nothing'}",
+            remedy=f"{near(unknown[0], taken_names)}the forward of stage {stages} takes {', '.join(taken_names) or 'nothing'}",
         )
 
 

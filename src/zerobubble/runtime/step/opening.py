@@ -25,15 +25,15 @@ from zerobubble.runtime.step.stage_rng import TRAINS
 from zerobubble.runtime.values.payload import tensors_in
 
 
-def choose(runner: StepRunner, num_microbatches: int | None, given: StepInputs | None = None, *, trains: bool = True) -> ReadyProgram:
+def choose(runner: StepRunner, num_microbatches: int | None, step_inputs: StepInputs | None = None, *, trains: bool = True) -> ReadyProgram:
     """Returns the program for this number of microbatches, None for the default one, and makes it current.
 
-    If there is none, or if it must train and cannot, or if a captured step cannot train with what is `given`, the call is refused on
+    If there is none, or if it must train and cannot, or if a captured step cannot train with `step_inputs`, the call is refused on
     every rank.
     """
     with runner.refusals.of_call():
-        if given is not None and runner.captured is not None:
-            runner.captured.refuse(runner.schedule.num_microbatches if num_microbatches is None else num_microbatches, given)
+        if step_inputs is not None and runner.captured is not None:
+            runner.captured.refuse(runner.schedule.num_microbatches if num_microbatches is None else num_microbatches, step_inputs)
         if trains:
             _refuse_to_train(runner)
         require("num_microbatches", num_microbatches, optional(MICROBATCHES))
@@ -58,7 +58,7 @@ def _refuse_to_train(runner: StepRunner) -> None:
 def open_step(
     runner: StepRunner,
     executor: Executor,
-    given: StepInputs,
+    step_inputs: StepInputs,
     outputs: Outputs | None,
     ordering: MicrobatchOrdering | None = None,
     evaluation: int = TRAINS,
@@ -73,45 +73,47 @@ def open_step(
     """
     executor.recording = runner.recording
     runner.input_gradients.begin(len(executor.program.placement.routes))
-    mine = RankInputs(given, executor, runner.rank, runner.modules, runner.input_gradients, captured)
-    runner.refusals.of_unknown_dims(given.batch_dims, partial(known_names, given, runner.modules))
+    mine = RankInputs(step_inputs, executor, runner.rank, runner.modules, runner.input_gradients, captured)
+    runner.refusals.of_unknown_dims(step_inputs.batch_dims, partial(known_names, step_inputs, runner.modules))
     with runner.refusals.of_batch(executor, outputs):
         runner.stages.refuse_replaced()
         runner.stages.refuse_hooks()
-        given.refuse_missing(runner.peers.members[runner.rank], is_first=mine.is_first, needs_targets=mine.is_last and outputs is None)
+        step_inputs.refuse_missing(
+            runner.peers.members[runner.rank], is_first=mine.is_first, needs_targets=mine.is_last and outputs is None
+        )
         mine.cut()
         costs = None if ordering is None else ordering.costs_of(runner.programs.now.schedule, mine.batch.microbatches)
         if mine.is_first:
             runner.stages.refuse_calls(mine.arguments, mine.named)
     with runner.refusals.of_others(executor, outputs):
-        opened = _shake_hands(runner, executor, given, mine, costs, trains=outputs is None)
+        opened = _shake_hands(runner, executor, step_inputs, mine, costs, trains=outputs is None)
     mine.know_size(opened.batch_size, runner.peers.members[executor.ends[0][0]])
     # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.
     if outputs is None and runner.num_steps == 0:
-        runner.optimizers.elsewhere = _trained_elsewhere(runner, given, mine)
+        runner.optimizers.elsewhere = _trained_elsewhere(runner, step_inputs, mine)
     if outputs is not None:
         outputs.targets = [as_target(target) for target in mine.targets.microbatches]
     targets = mine.targets.microbatches if has_loss else None
     runner.losses.open(executor.ends[1], targets or None, mine.targets.sizes, outputs)
-    return _batch(runner, executor, given, mine, opened, evaluation), opened.passes
+    return _batch(runner, executor, step_inputs, mine, opened, evaluation), opened.passes
 
 
-def _trained_elsewhere(runner: StepRunner, given: StepInputs, mine: RankInputs) -> dict[Tensor, str]:
+def _trained_elsewhere(runner: StepRunner, step_inputs: StepInputs, mine: RankInputs) -> dict[Tensor, str]:
     """Returns the parameters outside of this rank's stages behind inputs and targets that another rank uses, with what they make."""
-    unused = {"inputs": None if mine.is_first else given.inputs, "targets": None if mine.is_last else given.targets}
-    own = set(runner.parameters())
-    return {parameter: name for name, value in unused.items() for parameter in parameters_behind(tensors_in(value)) - own}
+    unused = {"inputs": None if mine.is_first else step_inputs.inputs, "targets": None if mine.is_last else step_inputs.targets}
+    held = set(runner.parameters())
+    return {parameter: name for name, value in unused.items() for parameter in parameters_behind(tensors_in(value)) - held}
 
 
 def _shake_hands(
-    runner: StepRunner, executor: Executor, given: StepInputs, mine: RankInputs, costs: MicrobatchCosts | None, *, trains: bool
+    runner: StepRunner, executor: Executor, step_inputs: StepInputs, mine: RankInputs, costs: MicrobatchCosts | None, *, trains: bool
 ) -> StepMessages:
     """Opens the step with the other ranks, and returns what they agree on."""
     form = (*executor.trained, runner.stages.num_changes)
     stepped = _stepped(runner) if trains else Stepped.UNKNOWN
     firsts, lasts = executor.ends
-    pairs_ranks = {runner.rank} < {*firsts, *lasts} and given.inputs is not None and given.targets is not None
-    batch, is_first_step = (given.inputs, given.targets), trains and runner.num_steps == 0
+    pairs_ranks = {runner.rank} < {*firsts, *lasts} and step_inputs.inputs is not None and step_inputs.targets is not None
+    batch, is_first_step = (step_inputs.inputs, step_inputs.targets), trains and runner.num_steps == 0
     data = runner.digests.of(runner.guard.num_calls, batch, waits=is_first_step) if pairs_ranks else 0
     opened = executor.handshake.open(runner.guard.num_calls, mine.arguments, mine.batch.batch_size, form, costs, stepped, data)
     runner.digests.compare(opened.data, data, (runner.peers.members[firsts[0]], runner.peers.members[runner.rank]))
@@ -120,9 +122,11 @@ def _shake_hands(
     return opened
 
 
-def _batch(runner: StepRunner, executor: Executor, given: StepInputs, mine: RankInputs, opened: StepMessages, evaluation: int) -> Batch:
+def _batch(
+    runner: StepRunner, executor: Executor, step_inputs: StepInputs, mine: RankInputs, opened: StepMessages, evaluation: int
+) -> Batch:
     """Returns the inputs of the executor for a step that is open on all ranks."""
-    seed = partial(runner.scaling.seed, given.scaler)
+    seed = partial(runner.scaling.seed, step_inputs.scaler)
     if runner.divided_loss is not None:
         runner.divided_loss.begin(seed)
     return Batch(

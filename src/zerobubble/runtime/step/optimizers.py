@@ -27,15 +27,15 @@ SAVED_BY = "zerobubble"
 """The entry of a parameter group that identifies the stages and parameters of its state; see `hooks.optimizer_states`."""
 
 
-def optimizers_in(given: object) -> tuple[Optimizer, ...]:
+def optimizers_in(value: object) -> tuple[Optimizer, ...]:
     """Returns the given optimizers. Raises `InputError` for anything else, for none, and for a parameter in two of them."""
-    found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-    wrong = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
-    if wrong or not found:
+    optimizers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    wrong = [type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, Optimizer)]
+    if wrong or not optimizers:
         message = "optimizer must be a torch.optim.Optimizer, or a list of them, got {got}"
         raise InputError(message, argument="optimizer", got=", ".join(wrong) or "an empty list")
-    _refuse_repeated(found)
-    return found
+    _refuse_repeated(optimizers)
+    return optimizers
 
 
 def _refuse_repeated(optimizers: Sequence[Optimizer]) -> None:
@@ -91,7 +91,7 @@ class GradientScaling:
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Notes that the gradients of `parameters` are about to be unscaled. Raises `InputError` if some already are."""
         held = set(parameters)
-        if any(self._gradients.get(one) is not None for one in held & self._unscaled):
+        if any(self._gradients.get(parameter) is not None for parameter in held & self._unscaled):
             raise InputError(
                 "gradients of the last step are already unscaled",
                 remedy="call unscale_ once after each step, with several optimizers as a list",
@@ -102,12 +102,12 @@ class GradientScaling:
         """Returns why the gradients of `parameters` cannot be used: some are still scaled. Empty if they can."""
         if self.scaler is None:
             return ""
-        found = [one for one in parameters if self._gradients.get(one) is not None]
-        scaled = sum(one not in self._unscaled for one in found)
+        ready = [parameter for parameter in parameters if self._gradients.get(parameter) is not None]
+        scaled = sum(parameter not in self._unscaled for parameter in ready)
         if not scaled:
             return ""
         return (
-            f"{scaled} of {len(found)} gradients are still scaled by {self.scaler.get_scale():g}, because the last step got a scaler: "
+            f"{scaled} of {len(ready)} gradients are still scaled by {self.scaler.get_scale():g}, because the last step got a scaler: "
             "call pipe.unscale_(scaler, optimizer) first, or give the scaler to PostValidation; give several optimizers as a list"
         )
 
@@ -175,9 +175,9 @@ class SteppingOptimizers:
         message = "{got} steps parameters of a pipeline whose PostValidation has {expected}"
         raise InputError(message, got=kind, expected=kinds_of(self.validated), remedy="give it all optimizers, as a list")
 
-    def refuse_partial(self, given: Sequence[Optimizer], own: Iterable[Tensor]) -> None:
-        """Raises `InputError` if another optimizer has stepped parameters of this rank, its `own`, that none of those `given` holds."""
-        refuse_left_out(self.seen, given, parameters_left_by(given, own), "this pipeline")
+    def refuse_partial(self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> None:
+        """Raises `InputError` if another optimizer has stepped `parameters` of this rank that `optimizers` do not hold."""
+        refuse_left_out(self.seen, optimizers, parameters_left_by(optimizers, parameters), "this pipeline")
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:
@@ -189,11 +189,11 @@ def _refuse_mixed(optimizer: Optimizer) -> None:
         for way in ("fused", "foreach"):
             by_default = way == "foreach" and _is_foreach_by_default(group)
             if group.get(way) or by_default:
-                given, remedy = ("", f"give {way}=False") if by_default else (f"({way}=True)", f"leave out {way}")
+                option, remedy = ("", f"give {way}=False") if by_default else (f"({way}=True)", f"leave out {way}")
                 raise InputError(
                     ("{optimizer_type}{given} steps {num_dtensors} and {num_plain} in its group {number}, and one kernel takes one kind"),
                     optimizer_type=type(optimizer).__name__,
-                    given=given,
+                    given=option,
                     num_dtensors=counted(sum(is_divided), "DTensor"),
                     num_plain=counted(is_divided.count(False), "plain tensor"),
                     number=number,
@@ -207,35 +207,36 @@ def _is_foreach_by_default(group: Mapping[str, Any]) -> bool:
     return not is_asked and not all(is_host(parameter.device) for parameter in group["params"])
 
 
-def parameters_left_by(given: Sequence[Optimizer], own: Iterable[Tensor]) -> set[Tensor]:
-    """Returns the parameters among `own` that require a gradient and that none of the optimizers `given` holds."""
-    return {parameter for parameter in own if parameter.requires_grad}.difference(parameters_of(given))
+def parameters_left_by(optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> set[Tensor]:
+    """Returns those of `parameters` that require a gradient and that none of `optimizers` holds."""
+    return {parameter for parameter in parameters if parameter.requires_grad}.difference(parameters_of(optimizers))
 
 
-def refuse_left_out(stepped: Iterable[Optimizer], given: Sequence[Optimizer], left: AbstractSet[Tensor], owner: str) -> None:
-    """Raises `InputError` if any optimizer that has `stepped` holds parameters in `left`, which those `given` do not hold."""
+def refuse_left_out(stepped: Iterable[Optimizer], optimizers: Sequence[Optimizer], left: AbstractSet[Tensor], owner: str) -> None:
+    """Raises `InputError` if any optimizer that has `stepped` holds parameters in `left`, which `optimizers` do not hold."""
     others = [optimizer for optimizer in stepped if not left.isdisjoint(parameters_of([optimizer]))]
     if others:
-        message = (
-            f"{{got}} has stepped parameters of {{owner}}{' that {expected} does not hold' if given else ', and no optimizer was given'}"
+        why = " that {expected} does not hold" if optimizers else ", and no optimizer was given"
+        message = f"{{got}} has stepped parameters of {{owner}}{why}"
+        remedy = (
+            "give all optimizers, as a list" if optimizers else "give it, or save the parameters and buffers alone, with model_only=True"
         )
-        remedy = "give all optimizers, as a list" if given else "give it, or save the parameters and buffers alone, with model_only=True"
-        raise InputError(message, got=kinds_of(others), owner=owner, expected=kinds_of(given), remedy=remedy)
+        raise InputError(message, got=kinds_of(others), owner=owner, expected=kinds_of(optimizers), remedy=remedy)
 
 
-def refuse_foreign(given: Sequence[Optimizer], own: Sequence[Tensor], owner: str) -> None:
-    """Raises `InputError` if optimizers train parameters that are not among `own`, or no parameter among `own` that requires a gradient.
+def refuse_foreign(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], owner: str) -> None:
+    """Raises `InputError` if optimizers train others than `parameters`, or none of `parameters` that requires a gradient.
 
     Other parameters without a gradient and a state are not trained, such as the placeholder of a rank without trainable parameters.
     """
-    held, mine = set(parameters_of(given)), set(own)
-    states = [optimizer.state for optimizer in given]
-    trained = [one for one in held - mine if one.grad is not None or any(state.get(one) for state in states)]
-    if trained or (held.isdisjoint(mine) and any(one.requires_grad for one in mine)):
+    held, mine = set(parameters_of(optimizers)), set(parameters)
+    states = [optimizer.state for optimizer in optimizers]
+    trained = [parameter for parameter in held - mine if parameter.grad is not None or any(state.get(parameter) for state in states)]
+    if trained or (held.isdisjoint(mine) and any(parameter.requires_grad for parameter in mine)):
         raise InputError(
             "{got} trains {num_foreign} that {owner} does not have, and {num_own} of its {num_parameters}",
             argument="optimizer",
-            got=kinds_of(given),
+            got=kinds_of(optimizers),
             num_foreign=counted(len(trained) or len(held - mine), "parameter"),
             owner=owner,
             num_own=len(held & mine),

@@ -121,9 +121,9 @@ class MicrobatchOrdering:
             self._ahead, self._costs_ahead = None, ()
 
     def _costs(self, microbatches: Sequence[Any]) -> tuple[float, ...]:
-        given = [self._cost_of(microbatch) for microbatch in microbatches]
-        costs = tuple(_number(cost) for cost in given)
-        wrong = [f"{shown(given[j])} for microbatch {j}" for j, cost in enumerate(costs) if not (math.isfinite(cost) and cost > 0)]
+        of_user = [self._cost_of(microbatch) for microbatch in microbatches]
+        costs = tuple(_number(cost) for cost in of_user)
+        wrong = [f"{shown(of_user[j])} for microbatch {j}" for j, cost in enumerate(costs) if not (math.isfinite(cost) and cost > 0)]
         if wrong:
             message = "order_by must return {expected}; it returns {got}"
             raise InputError(
@@ -134,11 +134,11 @@ class MicrobatchOrdering:
     def _prepare(self, schedule: Schedule, costs: tuple[float, ...], compile_ahead: CompileAhead | None) -> None:
         """Runs on the thread. Errors are left to the step with these microbatches, which raises them on every rank."""
         try:
-            found = self._passes(schedule, costs, self._order(schedule, costs))
-            if found is not None:
+            planned = self._passes(schedule, costs, self._order(schedule, costs))
+            if planned is not None:
                 if compile_ahead is not None:
-                    compile_ahead(schedule, found.passes)
-                _store(self._planned, costs, found)
+                    compile_ahead(schedule, planned.passes)
+                _store(self._planned, costs, planned)
         except ZeroBubbleError:
             return
 
@@ -178,13 +178,13 @@ class MicrobatchOrdering:
         return priced, Limits(tuple(map(max, self._limits.memory, peak_memory(schedule, priced))))
 
 
-def _store(known: dict[tuple[float, ...], Any], costs: tuple[float, ...], found: Any) -> None:
-    """Stores what was `found`, and drops the least recently used entry if there are too many."""
+def _store(store: dict[tuple[float, ...], Any], costs: tuple[float, ...], value: Any) -> None:
+    """Stores `value` for these `costs`, and drops the least recently used entry if there are too many."""
     with _STORE_LOCK:  # the thread and a step may both store something
-        known.pop(costs, None)
-        known[costs] = found
-        if len(known) > MOST_KEPT:
-            known.pop(next(iter(known)))
+        store.pop(costs, None)
+        store[costs] = value
+        if len(store) > MOST_KEPT:
+            store.pop(next(iter(store)))
 
 
 def _number(cost: Any) -> float:

@@ -47,11 +47,11 @@ class Outputs:
     def _result(self, microbatch: int, output: Any) -> Any:
         if self._output_fn is None:
             return output
-        given = {"output": output} | ({"target": self.targets[microbatch]} if self.targets else {})
+        arguments = {"output": output} | ({"target": self.targets[microbatch]} if self.targets else {})
         try:
-            return self._output_fn(*given.values())
+            return self._output_fn(*arguments.values())
         except Exception as error:
-            note_given(error, "output_fn", **given)
+            note_given(error, "output_fn", **arguments)
             raise
 
 

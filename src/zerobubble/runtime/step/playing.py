@@ -31,21 +31,21 @@ from zerobubble.runtime.step.sequence import join_sequences
 from zerobubble.runtime.values.gradients import EarlierSums
 
 
-def train(runner: StepRunner, given: StepInputs, num_microbatches: int | None) -> Tensor:
+def train(runner: StepRunner, step_inputs: StepInputs, num_microbatches: int | None) -> Tensor:
     """Runs one training step with its hooks and returns the mean loss."""
     began = perf_counter()
-    compiled = choose(runner, num_microbatches, given)
+    compiled = choose(runner, num_microbatches, step_inputs)
     assert compiled.train is not None
     runner.cut_model.release_if_changed()
     executor = compiled.train
     earlier = EarlierSums(runner.parameters(), runner.gradients)
     with runner.guard.during_step(executor):
-        batch, passes = open_step(runner, executor, given, None, runner.ordering, captured=runner.captured)
+        batch, passes = open_step(runner, executor, step_inputs, None, runner.ordering, captured=runner.captured)
         if passes:
             compiled = runner.programs.planned(passes)
             executor = compiled.training_with(runner.recording)
         with runner.guard.during_step(executor):  # errors name the passes of this executor from now on
-            step = _trained(runner, compiled, executor, batch, given, began)
+            step = _trained(runner, compiled, executor, batch, step_inputs, began)
     assert step.loss is not None
     try:
         give_back(runner)
@@ -65,10 +65,12 @@ def train(runner: StepRunner, given: StepInputs, num_microbatches: int | None) -
     return step.loss
 
 
-def _trained(runner: StepRunner, compiled: ReadyProgram, executor: Executor, batch: Batch, given: StepInputs, began: float) -> TrainingStep:
+def _trained(
+    runner: StepRunner, compiled: ReadyProgram, executor: Executor, batch: Batch, step_inputs: StepInputs, began: float
+) -> TrainingStep:
     """Plays a training step, and returns what hooks see of it."""
     runner.last = executor
-    runner.scaling.begin(given.scaler)
+    runner.scaling.begin(step_inputs.scaler)
     runner.played = compiled.schedule, batch.order
     step = TrainingStep(
         runner.num_steps,
@@ -82,26 +84,35 @@ def _trained(runner: StepRunner, compiled: ReadyProgram, executor: Executor, bat
         later_records=executor.records.read_later,
     )
     runner.step_hooks.begin(step, compiled.stages)
-    runner.losses.begin_comparison(is_cut_by_user=isinstance(given.inputs, list) or isinstance(given.targets, list))
+    runner.losses.begin_comparison(is_cut_by_user=isinstance(step_inputs.inputs, list) or isinstance(step_inputs.targets, list))
     with step.contexts:
         forwards_stand = runner.step_hooks.forwards_stand if step.rollback_checks else None
         if runner.captured is not None and runner.captured.is_ready:
             runner.captured.replay()
         else:
-            _play(runner, compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory, captured=runner.captured)
+            _play(
+                runner,
+                compiled,
+                executor,
+                batch,
+                step_inputs,
+                forwards_stand,
+                measures_memory=step.measures_memory,
+                captured=runner.captured,
+            )
     runner.losses.comparison.finish()
     step.loss = runner.losses.close()
     step.added_losses = runner.losses.added
     return step
 
 
-def train_without_hooks(runner: StepRunner, compiled: ReadyProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
+def train_without_hooks(runner: StepRunner, compiled: ReadyProgram, step_inputs: StepInputs, *, measures_memory: bool = False) -> Tensor:
     """Runs a training step without hooks and returns the mean loss."""
     executor = compiled.train
     assert executor is not None
     with runner.guard.during_step(executor):
-        batch, _ = open_step(runner, executor, given, None)
-        _play(runner, compiled, executor, batch, given, measures_memory=measures_memory)
+        batch, _ = open_step(runner, executor, step_inputs, None)
+        _play(runner, compiled, executor, batch, step_inputs, measures_memory=measures_memory)
         loss = runner.losses.close()
     assert loss is not None
     refuse_loss(runner)
@@ -113,14 +124,14 @@ def _play(
     compiled: ReadyProgram,
     executor: Executor,
     batch: Batch,
-    given: StepInputs,
+    step_inputs: StepInputs,
     forwards_stand: Callable[[], bool] | None = None,
     *,
     measures_memory: bool,
     captured: CapturedStep | None = None,
 ) -> None:
     """Plays the passes of a training step, or captures them."""
-    meter = runner.stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
+    meter = runner.stages.meter(step_inputs.inputs, step_inputs.targets, step_inputs.kwargs) if measures_memory else None
     executor.records.meter = meter
     with runner.rng.isolated(), runner.stages.training(compiled.stages, meter):
         if captured is None:
@@ -130,7 +141,12 @@ def _play(
 
 
 def evaluate(
-    runner: StepRunner, given: StepInputs, num_microbatches: int | None, output_fn: OutputFunction | None = None, *, has_loss: bool = True
+    runner: StepRunner,
+    step_inputs: StepInputs,
+    num_microbatches: int | None,
+    output_fn: OutputFunction | None = None,
+    *,
+    has_loss: bool = True,
 ) -> tuple[Tensor | None, list[Any] | None, Sequence[int]]:
     """Runs the forwards of a step in evaluation mode. Without a loss, targets are for `output_fn` alone.
 
@@ -144,7 +160,7 @@ def evaluate(
     divided = runner.divided_loss if has_loss else None
     outputs = Outputs(executor.program.num_microbatches, output_fn, keeps_all=divided is not None)
     with runner.stages.evaluating(), runner.guard.during_step(executor):
-        batch, _ = open_step(runner, executor, given, outputs, evaluation=runner.num_evaluations, has_loss=has_loss)
+        batch, _ = open_step(runner, executor, step_inputs, outputs, evaluation=runner.num_evaluations, has_loss=has_loss)
         with runner.rng.isolated(), runner.watching_copies():
             executor.run(batch)
         if divided is not None:
@@ -195,10 +211,10 @@ def refuse_loss(runner: StepRunner, earlier: EarlierSums | None = None) -> None:
     lacks = hook_fault(module) if (module := reads.hooks.stored()) else ""
     are_lost = earlier is not None and earlier.are_lost
     from_all = runner.gather((str(reads.fault or ""), str(lacks), are_lost), "refusing a loss")
-    found, lacking, lost = (list(dict.fromkeys(filter(None, column))) for column in zip(*from_all, strict=True))
-    if not (found or lacking or runner.losses.is_refused):
+    read, lacking, lost = (list(dict.fromkeys(filter(None, column))) for column in zip(*from_all, strict=True))
+    if not (read or lacking or runner.losses.is_refused):
         return
-    faults = found or lacking or ["loss_fn has a fault on another replica"]
+    faults = read or lacking or ["loss_fn has a fault on another replica"]
     if lost:
         faults.append("microbatches before it have added to the gradients of earlier steps, so all gradients are dropped")
     if earlier is not None:
@@ -212,4 +228,4 @@ def refuse_to_train_nothing(runner: StepRunner, compiled: ReadyProgram) -> NoRet
     flows = {index: tuple(stage.flow) for index, stage in compiled.stages.items()}
     from_all = runner.gather((flows, runner.losses.output_requires_grad), "finding out why nothing trains")
     with runner.agreed_errors():
-        raise InputError(why_nothing_trains([found for found, _ in from_all], any(requires_grad for _, requires_grad in from_all)))
+        raise InputError(why_nothing_trains([flow for flow, _ in from_all], any(requires_grad for _, requires_grad in from_all)))

@@ -67,7 +67,7 @@ class _Measured(NamedTuple):
         return costs_of(placement, self.metered, self.timed).with_columns(**{OFFLOADABLE: self.offloadable})
 
 
-def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> Costs:
+def profile(runner: StepRunner, step_inputs: StepInputs, steps: int, progress: Progress | None) -> Costs:
     """Returns what the passes and messages of each stage take and hold; see `Pipeline.profile`."""
     with runner.agreed_errors():
         _agree_on_steps(runner, steps)
@@ -78,16 +78,22 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
     choose(runner, None)
     schedule = runner.schedule
     algorithm = algorithm_of(schedule) if schedule.has_divided_head else None
-    rounds = [_Round(None, one) for one in ([None] if algorithm is None else PASSES)]
+    rounds = [_Round(None, passes) for passes in ([None] if algorithm is None else PASSES)]
     rounds += [_Round(level, algorithm) for level in runner.stages.levels.measured]
     whole = _Round(None, algorithm, fuses_backward=True)
     mixes_backwards = {Kind.B, Kind.BW} <= {op.kind for row in schedule.rows for op in row}
     rounds += [whole] * mixes_backwards
     with runner.activity("while profiling"), _preserving(runner), progress_reporter(progress, runner.rank) as report:
         measured = {}
-        for place, each in enumerate(rounds):
+        for place, round_ in enumerate(rounds):
             done = place * (steps + 1)
-            measured[each] = _one_by_one(runner, given, steps, each, lambda more, done=done: report(done + more, len(rounds) * (steps + 1)))  # type: ignore[misc]
+            measured[round_] = _one_by_one(
+                runner,
+                step_inputs,
+                steps,
+                round_,
+                lambda more, done=done: report(done + more, len(rounds) * (steps + 1)),  # type: ignore[misc]
+            )
     costs = measured[_Round(None, algorithm)].costs(schedule.placement)
     if mixes_backwards:
         costs = with_fused_of(costs, measured[whole].costs(schedule.placement))
@@ -95,7 +101,7 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
         costs = with_level_of(costs, level, measured[_Round(level, algorithm)].costs(schedule.placement))
     if algorithm is None:
         return costs
-    return with_measured_head(costs, algorithm, {one: MeasuredHead(*measured[_Round(None, one)][:2]) for one in PASSES})
+    return with_measured_head(costs, algorithm, {passes: MeasuredHead(*measured[_Round(None, passes)][:2]) for passes in PASSES})
 
 
 @contextmanager
@@ -111,17 +117,17 @@ def _preserving(runner: StepRunner) -> Iterator[None]:
         raise_faults(chain.from_iterable(runner.gather(faults, "restoring the state of stages")))
 
 
-def _one_by_one(runner: StepRunner, given: StepInputs, steps: int, each: _Round, report: Callable[[int], object]) -> _Measured:
+def _one_by_one(runner: StepRunner, step_inputs: StepInputs, steps: int, round_: _Round, report: Callable[[int], object]) -> _Measured:
     """Runs a metered step and then `steps` that are timed, with microbatches one by one."""
     timelines: list[Timeline] = []
     movable: dict[int, list[MovableBytes]] = {}
-    with runner.programs.one_by_one(*each) as compiled:
+    with runner.programs.one_by_one(*round_) as compiled:
         assert compiled.train is not None
         for index, stage in compiled.stages.items():
             movable[index] = [MovableBytes(runner.device) for _ in range(compiled.schedule.num_microbatches)]
             stage.offloaded.update(enumerate(movable[index]))
         while len(timelines) <= steps:
-            train_without_hooks(runner, compiled, given, measures_memory=not timelines)
+            train_without_hooks(runner, compiled, step_inputs, measures_memory=not timelines)
             timelines.append(trace.gather(compiled.train.program.name, compiled.train.records.read(), runner.peers))
             report(len(timelines))
     return _Measured(timelines[0], timelines[1:], _offloadable(runner, movable))
@@ -129,10 +135,10 @@ def _one_by_one(runner: StepRunner, given: StepInputs, steps: int, each: _Round,
 
 def _offloadable(runner: StepRunner, movable: Mapping[int, list[MovableBytes]]) -> list[int]:
     """Returns for each stage the bytes of its saved tensors that can be offloaded, the same on all ranks."""
-    found = {index: [one.bytes for one in several if one.bytes] for index, several in movable.items()}
-    from_all: list[dict[int, list[int]]] = runner.gather(found, "comparing what can be offloaded")
+    offloadable = {index: [of_microbatch.bytes for of_microbatch in several if of_microbatch.bytes] for index, several in movable.items()}
+    from_all: list[dict[int, list[int]]] = runner.gather(offloadable, "comparing what can be offloaded")
     sizes = [[size for ranks in from_all for size in ranks.get(stage, [])] for stage in range(runner.schedule.num_stages)]
-    return [median_low(each) if each else 0 for each in sizes]
+    return [median_low(of_stage) if of_stage else 0 for of_stage in sizes]
 
 
 def _agree_on_steps(runner: StepRunner, steps: int) -> None:
@@ -152,7 +158,7 @@ def _agree_on_steps(runner: StepRunner, steps: int) -> None:
         raise InputError(message, fault=unable[0], remedy="or leave recompute out while profiling")
 
 
-def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
+def describe(runner: StepRunner, step_inputs: StepInputs) -> SplitReports:
     """Returns how each stage splits its backward pass; see `Pipeline.describe`."""
     runner.settle()
     compiled = choose(runner, None)
@@ -160,11 +166,11 @@ def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
         with _preserving(runner):
             for stage in compiled.stages.values():
                 stage.splitter.count()
-            train_without_hooks(runner, compiled, given)
+            train_without_hooks(runner, compiled, step_inputs)
         reports = [_with_sums(runner, stage) for stage in compiled.stages.values()]
         from_all = runner.gather(list(map(astuple, reports)), "describing the split")
-    found = {report.stage: report for reports in reversed(from_all) for report in starmap(SplitReport, reports)}
-    return SplitReports(found[stage] for stage in sorted(found))
+    report_of = {report.stage: report for reports in reversed(from_all) for report in starmap(SplitReport, reports)}
+    return SplitReports(report_of[stage] for stage in sorted(report_of))
 
 
 def _with_sums(runner: StepRunner, stage: Stage) -> SplitReport:
@@ -176,22 +182,22 @@ def _with_sums(runner: StepRunner, stage: Stage) -> SplitReport:
     return replace(report, notes=(*report.notes, "its gradients leave together for replicas and hooks, when its last pass is over"))
 
 
-def profile_layers(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> tuple[Layer, ...]:
+def profile_layers(runner: StepRunner, step_inputs: StepInputs, steps: int, progress: Progress | None) -> tuple[Layer, ...]:
     """Returns what each part of the model takes and holds; see `Pipeline.profile_layers`."""
     with runner.agreed_errors():
         _refuse_own_stages(runner)
     parts = {stage: module.model_parts() for stage, module in _alone(runner).items() if isinstance(module, HasModelParts)}
-    costs = profile(runner, given, steps, progress)
+    costs = profile(runner, step_inputs, steps, progress)
     calls: dict[int, Calls] = {stage: {} for stage in parts}
     with runner.activity("while profiling layers"), _preserving(runner):
         with ExitStack() as stack:
             for stage, module in _alone(runner).items():
                 stack.enter_context(recording_calls(module, parts[stage], calls[stage]))
-            train_without_hooks(runner, choose(runner, None), given)
+            train_without_hooks(runner, choose(runner, None), step_inputs)
         measured = [(stage, _layers(runner, stage, parts[stage], calls[stage], steps, costs)) for stage in parts]
     from_all = runner.gather([(stage, [asdict(layer) for layer in layers]) for stage, layers in measured], "profiling layers")
-    found = {stage: layers for of_rank in reversed(from_all) for stage, layers in of_rank}
-    return tuple(Layer(**layer) for stage in sorted(found) for layer in found[stage])
+    layers_of = {stage: layers for of_rank in reversed(from_all) for stage, layers in of_rank}
+    return tuple(Layer(**layer) for stage in sorted(layers_of) for layer in layers_of[stage])
 
 
 def _alone(runner: StepRunner) -> dict[int, nn.Module]:
@@ -201,9 +207,9 @@ def _alone(runner: StepRunner) -> dict[int, nn.Module]:
 
 def _refuse_own_stages(runner: StepRunner) -> None:
     """Raises `InputError` on every rank if any of them has a stage whose parts are unknown."""
-    own = [stage for stage, module in _alone(runner).items() if not isinstance(module, HasModelParts)]
+    uncut = [stage for stage, module in _alone(runner).items() if not isinstance(module, HasModelParts)]
     traced = [index for index, stage in choose(runner, None).stages.items() if stage.splitter.is_traced]
-    from_all, all_traced = map(sorted, map(chain.from_iterable, zip(*runner.gather((own, traced), "comparing layers"), strict=True)))
+    from_all, all_traced = map(sorted, map(chain.from_iterable, zip(*runner.gather((uncut, traced), "comparing layers"), strict=True)))
     if all_traced:
         message = "stage {stage} runs as a graph, in which the layers have no times of their own"
         raise InputError(message, stage=all_traced[0], remedy="profile the layers in a pipeline with split='deferred'")
@@ -229,7 +235,7 @@ def _with_loss(measured: list[PartCost], costs: Costs) -> PartCost:
     """Returns the last part including the loss: with what the last stage takes and holds beyond its parts."""
     whole = PartCost(costs.forward[-1], costs.backward[-1], costs.weight[-1], costs.held_after_f[-1], costs.held_after_b[-1])
     beyond = [max(0, all_ - sum(column)) for all_, column in zip(whole, zip(*measured, strict=True), strict=True)]
-    return PartCost(*(own + more for own, more in zip(measured[-1], beyond, strict=True)))
+    return PartCost(*(size + more for size, more in zip(measured[-1], beyond, strict=True)))
 
 
 def _layer(part: Part, cost: PartCost, message: int) -> Layer:
@@ -251,9 +257,9 @@ def untrained_bytes(module: nn.Module) -> int:
     """Returns the bytes of `module` except its parameters: its buffers, and what belongs to quantized weights, such as scales."""
     others = chain(module.buffers(), (tensor for part in module.modules() for _, tensor in state_of(part)))
     with torch._C.DisableTorchFunctionSubclass():  # a released tensor has no values, but a storage
-        own = {storage._cdata for tensor in module.parameters() for storage in storages_of(tensor)}
-        found = {storage._cdata: storage.nbytes() for tensor in others for storage in storages_of(tensor)}
-    return sum(size for storage, size in found.items() if storage not in own)
+        trained = {storage._cdata for tensor in module.parameters() for storage in storages_of(tensor)}
+        size_of = {storage._cdata: storage.nbytes() for tensor in others for storage in storages_of(tensor)}
+    return sum(size for storage, size in size_of.items() if storage not in trained)
 
 
 def _training_bytes(parameter: nn.Parameter) -> int:

@@ -42,7 +42,7 @@ class RankInputs:
 
     def __init__(
         self,
-        given: StepInputs,
+        step_inputs: StepInputs,
         executor: Executor,
         rank: int,
         modules: Mapping[int, nn.Module],
@@ -51,7 +51,7 @@ class RankInputs:
     ) -> None:
         entries, exits = executor.ends
         self.is_first, self.is_last = rank in entries, rank in exits
-        self._given = given
+        self._given = step_inputs
         self._modules = modules
         self._slices = executor.program.slices
         self._count = executor.program.num_microbatches // self._slices

@@ -57,15 +57,15 @@ class CallRefusals:
             self._forward(fault, self._programs.now.forward_handshake)
             self._raise_different(_Fault(fault), self._exchange(_Fault(fault)))
 
-    def of_unknown_dims(self, dims: Iterable[str], known: Callable[[], Set[str] | None]) -> None:
+    def of_unknown_dims(self, dims: Iterable[str], names_of_rank: Callable[[], Set[str] | None]) -> None:
         """Raises `InputError` in the first call if `dims`, the names in `batch_dims`, has a name that no rank knows.
 
-        `known` returns the names that this rank knows; None if a stage takes every name.
+        `names_of_rank` returns the names that this rank knows; None if a stage takes every name.
         """
         if self._has_compared_dims or not dims:
             return
         self._has_compared_dims = True
-        names = known()
+        names = names_of_rank()
         of_ranks = self._gather(None if names is None else sorted(names), "comparing batch_dims")
         if None not in of_ranks and (unknown := sorted(set(dims).difference([OUTPUTS], *of_ranks))):
             of_all = sorted(set().union(*of_ranks))

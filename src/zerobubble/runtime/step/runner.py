@@ -120,9 +120,9 @@ class StepRunner:
         held = (
             module.parameters() if shard is None else shard.at_rest() for module, shard in zip(self.modules.values(), shards, strict=True)
         )
-        found = tuple(dict.fromkeys(parameter for parameters in held for parameter in parameters))
-        yield from found
-        if not any(parameter.requires_grad for parameter in found):
+        parameters = tuple(dict.fromkeys(parameter for parameters in held for parameter in parameters))
+        yield from parameters
+        if not any(parameter.requires_grad for parameter in parameters):
             yield self._nothing
 
     @property

@@ -45,17 +45,21 @@ def cut_arguments(named: NamedArguments, slices: int, inputs: SplitBatch, module
         return named
     if not inputs.microbatches:
         _refuse_sequences(named, modules)
-        return {stage: [one for one in each for _ in range(slices)] for stage, each in named.items()}
+        return {stage: [named_of_one for named_of_one in of_stage for _ in range(slices)] for stage, of_stage in named.items()}
     lengths = [_length(microbatch, slices, "inputs") for microbatch in inputs.microbatches]
     return {
-        stage: [_part_of(one, part, length) for one, length in zip(each, lengths, strict=True) for part in sample_slices(length, slices)]
-        for stage, each in named.items()
+        stage: [
+            _part_of(named_of_one, part, length)
+            for named_of_one, length in zip(of_stage, lengths, strict=True)
+            for part in sample_slices(length, slices)
+        ]
+        for stage, of_stage in named.items()
     }
 
 
 def _refuse_sequences(named: NamedArguments, modules: Mapping[int, nn.Module]) -> None:
-    for stage, each in named.items():
-        tensors = [name for name, value in each[0].items() if any(tensor.dim() > SEQUENCE for tensor in tensors_in(value))]
+    for stage, of_microbatches in named.items():
+        tensors = [name for name, value in of_microbatches[0].items() if any(tensor.dim() > SEQUENCE for tensor in tensors_in(value))]
         if tensors and not isinstance(modules[stage], FollowsModel):
             raise InputError(
                 "kwargs has {names} for stage {stage}, and only the rank of the first stage knows which of them are cut into slices",

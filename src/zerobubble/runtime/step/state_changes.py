@@ -41,22 +41,22 @@ def make_all(changes: Iterable[Change], agree: Callable[[str], str], where: str 
     `agree` takes the faults of this rank and returns those of all ranks; `where` names this rank in them. A rank tries all of its changes
     even after one is refused, so that collectives of hooks stay in order, and no fault hides another.
     """
-    made = list(changes)
-    faults = agree(_faults(made, "make", where + NOT_LOADED))
-    undo_faults = agree(_faults(made[::-1], "undo", where + "{what} could not be restored: {why}")) if faults else ""
+    listed = list(changes)
+    faults = agree(_faults(listed, "make", where + NOT_LOADED))
+    undo_faults = agree(_faults(listed[::-1], "undo", where + "{what} could not be restored: {why}")) if faults else ""
     return "; ".join(filter(None, (faults, undo_faults)))
 
 
 def _faults(changes: Iterable[Change], method: str, words: str) -> str:
-    found = []
+    faults = []
     for change in changes:
         try:
             getattr(change, method)()
         except FAILURES:
             raise
         except Exception as error:  # noqa: BLE001 - hooks and optimizers of users may raise anything
-            found.append(words.format(what=change.what, why=why_refused(error)))
-    return "; ".join(found)
+            faults.append(words.format(what=change.what, why=why_refused(error)))
+    return "; ".join(faults)
 
 
 def why_refused(error: Exception) -> str:
@@ -130,8 +130,8 @@ def load_hook_states(hooks: Sequence[StepHook], states: Mapping[str, Any]) -> No
 
 def named_hooks(hooks: Sequence[StepHook]) -> dict[str, StepHook]:
     """Returns hooks by their class and their index among hooks of that class, which does not depend on other hooks."""
-    found: dict[str, StepHook] = {}
+    named: dict[str, StepHook] = {}
     for hook in hooks:
         kind = type(hook).__name__
-        found[f"{kind}.{sum(name.startswith(f'{kind}.') for name in found)}"] = hook
-    return found
+        named[f"{kind}.{sum(name.startswith(f'{kind}.') for name in named)}"] = hook
+    return named
