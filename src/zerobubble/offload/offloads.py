@@ -115,8 +115,8 @@ class RankOffloads(Displayed):
         return f"{moved}, up to {show_bytes(self.peak_bytes)} on the device and {show_bytes(self.host_bytes)} on the host"
 
     def _details(self) -> Iterator[str]:
-        for stage, microbatch, made, freed, back, needed in self.offloads:
-            yield f"stage {stage}, microbatch {microbatch}: made in step {made}, freed from {freed}, back from {back}, needed in {needed}"
+        for stage, microbatch, start, freed, back, needed in self.offloads:
+            yield f"stage {stage}, microbatch {microbatch}: made in step {start}, freed from {freed}, back from {back}, needed in {needed}"
 
 
 class SavedPart(NamedTuple):
@@ -170,12 +170,12 @@ def rank_offloads(offloads: Sequence[Offload], steps: Sequence[Step], costs: Cos
     parts = saved_parts(steps, costs)
     device, host = held_in_steps(steps, costs), [0] * len(steps)
     moved = 0
-    for stage, microbatch, made, freed, back, needed in offloads:
+    for stage, microbatch, made_in, freed, back, needed in offloads:
         size = parts[stage, microbatch].bytes
         moved += size
         for step in range(freed, back):
             device[step] -= size
-        for step in range(made + 1, needed):
+        for step in range(made_in + 1, needed):
             host[step] += size
     ordered = tuple(sorted(offloads, key=lambda offload: (offload.made, offload.stage, offload.microbatch)))
     return RankOffloads(ordered, moved, bound, max(device, default=0), max(host, default=0))
@@ -242,11 +242,11 @@ def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs,
 
 
 def _wrong_steps(offload: Offload, saved: SavedPart, names: Mapping[tuple[int, int, int], str], rank: int) -> Iterator[Fault]:
-    stage, microbatch, made, freed, back, needed = offload
+    stage, microbatch, maker_step, freed, back, needed = offload
     maker, user = names[stage, microbatch, saved.made], names[stage, microbatch, saved.needed]
     what = f"rank {rank} offloads the values of {maker} with"
-    if made != saved.made:
-        yield _fault(rank, offload, f"{what} made={made}, but {maker} is step {saved.made}: write made={saved.made}")
+    if maker_step != saved.made:
+        yield _fault(rank, offload, f"{what} made={maker_step}, but {maker} is step {saved.made}: write made={saved.made}")
     if needed != saved.needed:
         yield _fault(rank, offload, f"{what} needed={needed}, but {user} is step {saved.needed}: write needed={saved.needed}")
     if not saved.made < freed < back <= saved.needed:

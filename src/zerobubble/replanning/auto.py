@@ -273,28 +273,28 @@ class AutoPlanner(ReplanningHook):
         Every rank searches, so that none waits for another's search. Only one rank's result counts, since all must play the same.
         """
         assert self._problem is not None
-        found = None
+        plan = None
         try:
-            found = solve(self._problem, evaluations=0)
+            plan = solve(self._problem, evaluations=0)
         except Exception as error:  # noqa: BLE001 - a plan is advice
             _log.warning(
                 "the published schedules could not be compared on rank %d: %s: %s", self._pipeline.rank, type(error).__name__, error
             )
-        has_found = self._pipeline.gather(found is not None, "choosing a published schedule")
+        has_found = self._pipeline.gather(plan is not None, "choosing a published schedule")
         if not any(has_found):
             return None
         source = has_found.index(True)
-        mine = found.to_dict() if found is not None and self._pipeline.rank == source else None
+        mine = plan.to_dict() if plan is not None and self._pipeline.rank == source else None
         return Plan.from_dict(self._pipeline.gather(mine, "choosing a published schedule")[source])
 
     def _wait(self) -> Schedule | None:
         """Polls the search on rank 0, and shares its plan with all ranks, or that there is none."""
-        is_over, found = self._pipeline.gather(self._search() if self._pipeline.rank == 0 else None, "waiting for a plan")[0]
+        is_over, answer = self._pipeline.gather(self._search() if self._pipeline.rank == 0 else None, "waiting for a plan")[0]
         if not is_over:
             return None
         self.on_close()
         self._is_waiting, self._steps = False, 0
-        plan = None if found is None else Plan.from_dict(found)
+        plan = None if answer is None else Plan.from_dict(answer)
         samples, self._window = self._window, []
         if plan is None or not self._fits(plan):
             return None
@@ -368,13 +368,13 @@ class AutoPlanner(ReplanningHook):
         try:
             if self._planner is None:
                 self._planner = BackgroundPlanner(self._problem, SECONDS)
-            found = self._planner.answer()
+            plan = self._planner.answer()
         except PlannerError as error:
             self._failures += 1
             more = "no more searches start" if self._failures >= MOST_FAILURES else "drift in stage times may start the next"
             _log.warning("a search for a plan failed, and training continues with %r; %s: %s", self.schedule.name, more, error)
             return True, None
-        return found is not None, None if found is None else found.to_dict()
+        return plan is not None, None if plan is None else plan.to_dict()
 
     def _review(self, timeline: Timeline) -> Schedule | None:
         """Compares steps with the plan's costs. A search starts if most steps of a window drifted, or if there is no plan."""
@@ -409,14 +409,14 @@ class AutoPlanner(ReplanningHook):
 
 
 def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
-    found = family(placement, num_ranks) if isinstance(placement, str) else placement
-    if found.num_ranks != num_ranks:
+    family_placement = family(placement, num_ranks) if isinstance(placement, str) else placement
+    if family_placement.num_ranks != num_ranks:
         message = "placement {placement!r} is for {got} ranks, the pipeline has {num_ranks}"
-        raise InputError(message, placement=found.name, got=found.num_ranks, num_ranks=num_ranks)
-    if len(found.routes) > 1:
+        raise InputError(message, placement=family_placement.name, got=family_placement.num_ranks, num_ranks=num_ranks)
+    if len(family_placement.routes) > 1:
         message = "plans are made for one route, the placement {placement!r} has {got}"
-        raise InputError(message, placement=found.name, got=len(found.routes), remedy="give its schedule by name")
-    return found
+        raise InputError(message, placement=family_placement.name, got=len(family_placement.routes), remedy="give its schedule by name")
+    return family_placement
 
 
 def _limits_for(memory: int | str | Sequence[int | str] | None, num_ranks: int) -> Limits | None:
@@ -434,16 +434,16 @@ def corrected(planned: Costs, timeline: Timeline) -> Costs:
 
     B and W of a stage that fused them are scaled alike. A link for which no rank waited keeps its planned time, since it was not measured.
     """
-    found = fit_costs(replace(timeline, memory=()))
-    backward, weight = list(found.backward), list(found.weight)
-    for stage, alone in enumerate(found.weight):
+    fitted = fit_costs(replace(timeline, memory=()))
+    backward, weight = list(fitted.backward), list(fitted.weight)
+    for stage, alone in enumerate(fitted.weight):
         whole = planned.backward[stage] + planned.weight[stage]
         if not alone and whole:
-            weight[stage] = found.backward[stage] * planned.weight[stage] // whole
-            backward[stage] = found.backward[stage] - weight[stage]
+            weight[stage] = fitted.backward[stage] * planned.weight[stage] // whole
+            backward[stage] = fitted.backward[stage] - weight[stage]
     late = late_messages(timeline, LATE)
     comm = tuple(was if now is None else max(was, now) for was, now in zip(planned.comm, late, strict=True))
-    return replace(planned, forward=found.forward, backward=tuple(backward), weight=tuple(weight), comm=comm)
+    return replace(planned, forward=fitted.forward, backward=tuple(backward), weight=tuple(weight), comm=comm)
 
 
 def _plenty(costs: Costs, num_microbatches: int) -> int:

@@ -68,7 +68,7 @@ def how_late(planned: Costs, samples: Sequence[Costs]) -> float:
 
 def gain(now: Plan, plan: Plan, samples: Sequence[Costs]) -> float:
     """Returns the time in ns by which a step of `plan` is shorter than a step of `now`, at the costs of most samples."""
-    (before, after), objective = [Replay.from_schedule(each.schedule) for each in (now, plan)], plan.problem.objective
+    (before, after), objective = [Replay.from_schedule(candidate.schedule) for candidate in (now, plan)], plan.problem.objective
     return lasting([before.time(objective, costs) - after.time(objective, costs) for costs in samples])
 
 

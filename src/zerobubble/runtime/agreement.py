@@ -84,14 +84,14 @@ def place_stages_without_tensors(ranks: SetupRanks, setup: Setup, all_terms: Seq
     ranks.agree(fault, {})
 
 
-def compare_models(ranks: SetupRanks, layout: Layout, setup: Setup, given: RankStages | None) -> None:
+def compare_models(ranks: SetupRanks, layout: Layout, setup: Setup, uncut_stages: RankStages | None) -> None:
     """Raises the same `InputError` on all ranks, and closes, if ranks of a pipeline have cut different models, or pass one model uncut.
 
-    They first exchange a short hash, and everything else only if hashes differ. `given` are the stages of this rank that no split made.
+    They first exchange a short hash, and everything else only if hashes differ. `uncut_stages` are this rank's stages that no split made.
     """
     doing, ours = "comparing models", setup.facts
     with ranks.guard.opening(f"while {doing}"):
-        gathered = ranks.gather_by_rank((_fingerprint(ours), None if given is None else tuple(given)), doing)
+        gathered = ranks.gather_by_rank((_fingerprint(ours), None if uncut_stages is None else tuple(uncut_stages)), doing)
         if len({theirs for theirs, _ in gathered.values()}) > 1:
             facts = ranks.gather_by_rank(None if ours is None else list(ours), doing)
             facts = {rank: None if theirs is None else ModelFacts(*theirs) for rank, theirs in facts.items()}

@@ -124,7 +124,7 @@ class DeviceInterface:
 
     def lacking(self, features: Iterable[Feature]) -> list[Feature]:
         """Returns the `features` that the device lacks. It tries each of them, because torch's modules differ in more than their names."""
-        return [each for each in features if not self._has(each)]
+        return [feature for feature in features if not self._has(feature)]
 
     def _has(self, feature: Feature) -> bool:
         try:
@@ -176,10 +176,10 @@ class Accelerator(DeviceInterface):
         self.needs_host_compiler = not self.has_graphs
 
     def _feature(self, attribute: str, feature: str) -> Any:
-        found = getattr(self._module, attribute, None)
-        if found is None:
+        member = getattr(self._module, attribute, None)
+        if member is None:
             raise self.lacks(feature)
-        return found
+        return member
 
     def current_stream(self) -> Stream:
         return getattr(self._module, "current_stream", torch.accelerator.current_stream)(self.device)
@@ -216,8 +216,8 @@ class Accelerator(DeviceInterface):
         self._feature("init", "random generator")()  # before it, there are none
         generators = self._feature("default_generators", "random generator")
         index = torch.accelerator.current_device_index() if self.device.index is None else self.device.index
-        found: torch.Generator = generators[index]
-        return found
+        generator: torch.Generator = generators[index]
+        return generator
 
     def is_capturing(self) -> bool:
         return bool(getattr(self._module, "is_current_stream_capturing", lambda: False)())
@@ -252,10 +252,10 @@ def _interface(device: torch.device) -> DeviceInterface:
 
 
 @contextmanager
-def stand_in(given: DeviceInterface) -> Iterator[None]:
-    """A context in which `given` is the interface of every device of this process."""
+def stand_in(device_interface: DeviceInterface) -> Iterator[None]:
+    """A context in which `device_interface` is the interface of every device of this process."""
     global _stand_in
-    before, _stand_in = _stand_in, given
+    before, _stand_in = _stand_in, device_interface
     try:
         yield
     finally:
@@ -308,7 +308,7 @@ def note_of_dtypes(message: str, module: nn.Module) -> str:
     """Returns what to add to the `message` of torch's error about tensors of several dtypes in `module`; else empty."""
     if "dtype" not in message and "scalar type" not in message:
         return ""
-    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in module.parameters()})
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()})
     return (
         f", and its parameters are {' and '.join(dtypes)}; convert the batch or the model, or run the step inside torch.autocast"
         if dtypes
@@ -316,11 +316,11 @@ def note_of_dtypes(message: str, module: nn.Module) -> str:
     )
 
 
-def note_of_devices(message: str, given: Iterable[object]) -> str:
-    """Returns what to add to the `message` of torch's error about tensors on several devices, of which some were `given`; else empty."""
+def note_of_devices(message: str, values: Iterable[object]) -> str:
+    """Returns what to add to the `message` of torch's error about tensors on several devices, some of them among `values`; else empty."""
     if "on the same device" not in message:
         return ""
-    places = sorted({str(value.device) for value in given if isinstance(value, Tensor)})
+    places = sorted({str(value.device) for value in values if isinstance(value, Tensor)})
     return f", on {' and '.join(places)}; batches and targets must be on the device of the stages, pipe.device"
 
 
@@ -348,8 +348,8 @@ def hardware_queues() -> int | None:
     """
     if torch.version.hip is not None:
         return None
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return min(max(int(given), 1), MOST_QUEUES) if given.isdecimal() else USUAL_QUEUES
+    setting = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return min(max(int(setting), 1), MOST_QUEUES) if setting.isdecimal() else USUAL_QUEUES
 
 
 def has_nccl() -> bool:
@@ -400,9 +400,9 @@ def device_fault(device: torch.device | str) -> str:
         return ""
     if count:
         last = f" to '{device.type}:{count - 1}'" if count > 1 else ""
-        known = f"the devices of this process are '{device.type}:0'{last}"
+        devices = f"the devices of this process are '{device.type}:0'{last}"
         remedy = f"pass device='{device.type}' after torch.{device.type}.set_device(int(os.environ['LOCAL_RANK']))"
-        return f"there is no device '{device}': {known}; {remedy}, with at most a process for each"
+        return f"there is no device '{device}': {devices}; {remedy}, with at most a process for each"
     return f"device '{device}' cannot be used: {_why_absent(device.type)}, or pass device='cpu'"
 
 
@@ -446,7 +446,7 @@ def accelerators() -> list[dict[str, Any]]:
     if kind is None:
         return []
     module = torch.get_device_module(kind)
-    found = [(index, module.get_device_properties(index)) for index in range(torch.accelerator.device_count())]
+    properties_of = [(index, module.get_device_properties(index)) for index in range(torch.accelerator.device_count())]
     return [
         {
             "type": kind.type,
@@ -455,7 +455,7 @@ def accelerators() -> list[dict[str, Any]]:
             "bytes": about.total_memory,
             "processors": getattr(about, "multi_processor_count", 1),
         }
-        for index, about in found
+        for index, about in properties_of
     ]
 
 
@@ -465,14 +465,14 @@ def accelerator_facts() -> dict[str, Any]:
     `nccl` is the version of NCCL, None without it, `free` the free bytes of each accelerator, and `apart` the pairs of accelerators that
     cannot access each other's memory.
     """
-    found = accelerators()
-    count = range(len(found))
-    module = torch.get_device_module(found[0]["type"]) if found else None
+    accelerators_here = accelerators()
+    count = range(len(accelerators_here))
+    module = torch.get_device_module(accelerators_here[0]["type"]) if accelerators_here else None
     reaches = getattr(module, "can_device_access_peer", lambda _, __: True)
     return {
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if module is not None and has_nccl() else None,  # type: ignore[no-untyped-call]
-        "free": [interface(torch.device(each["type"], each["index"])).free_bytes() for each in found],
-        "apart": [[one, other] for one in count for other in count if one < other and not reaches(one, other)],
+        "free": [interface(torch.device(entry["type"], entry["index"])).free_bytes() for entry in accelerators_here],
+        "apart": [[first, second] for first in count for second in count if first < second and not reaches(first, second)],
     }
 
 

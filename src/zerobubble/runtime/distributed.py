@@ -23,16 +23,16 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """The environment variables that torchrun sets for each process, besides the address of the first."""
 
 
-def _is_kind(given: Any) -> bool:
+def _is_kind(device: Any) -> bool:
     try:
-        return isinstance(given, (str, torch.device)) and torch.device(given).index is None
+        return isinstance(device, (str, torch.device)) and torch.device(device).index is None
     except RuntimeError:
         return False
 
 
-def _kind_of(given: Any) -> str:
-    """Returns the remedy for a `given` device that is no kind of device."""
-    return f"write {str(given).partition(':')[0]!r}, and each rank takes number LOCAL_RANK" if ":" in str(given) else ""
+def _kind_of(device: Any) -> str:
+    """Returns the remedy for a `device` that is no kind of device."""
+    return f"write {str(device).partition(':')[0]!r}, and each rank takes number LOCAL_RANK" if ":" in str(device) else ""
 
 
 @takes(device=optional(Wanted("a kind of device such as 'cuda' or 'cpu'", _is_kind, _kind_of)))

@@ -66,8 +66,8 @@ def _runner_of(model: nn.Module) -> StepRunner | None:
     """Returns the runner of the open pipeline that trains `model`; None if no pipeline does, and the model is whole."""
     tensors = {id(tensor): tensor for _, tensor in named_tensors(model)}
     runners = watched_runners()
-    found = [runner for runner in runners if not tensors.keys().isdisjoint(id(tensor) for _, tensor in runner.cut_model.tensors())]
-    is_open = [runner for runner in found if runner.guard.closed is None]
+    having = [runner for runner in runners if not tensors.keys().isdisjoint(id(tensor) for _, tensor in runner.cut_model.tensors())]
+    is_open = [runner for runner in having if runner.guard.closed is None]
     if len(is_open) == 1:
         return is_open[0]
     if is_open:
@@ -77,7 +77,7 @@ def _runner_of(model: nn.Module) -> StepRunner | None:
             "the pipeline that has trained this model is closed, and the weights of other ranks' stages are gone",
             remedy="enter zb.gathered(model) before the pipeline closes, or load a checkpoint",
         )
-    if found or all(runner.guard.closed is not None for runner in runners):
+    if having or all(runner.guard.closed is not None for runner in runners):
         return None
     raise InputError(
         "no pipeline trains {got}", got=type(model).__name__, remedy="give the model that zb.split has cut, or zb.gathered(model, pipe)"
@@ -92,7 +92,7 @@ def _unchanged() -> Iterator[None]:
 @contextmanager
 def gathering(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Iterator[None]:
     """Like `gathered`, for this `runner`, on the ranks where it is `wanted`."""
-    made = gather(runner, model, wanted=wanted)
+    exchanged = gather(runner, model, wanted=wanted)
     releases = wanted and runner.cut_model.was_gathered()
     fault, ends_process = None, False
     try:
@@ -104,7 +104,7 @@ def gathering(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Iterator
     finally:
         if runner.guard.closed is None:
             with making_tensors():
-                fault = None if ends_process else made.lost_changes(runner)
+                fault = None if ends_process else exchanged.lost_changes(runner)
             if wanted:
                 runner.cut_model.end_gathered(releases=releases)
     if fault is not None:
@@ -202,17 +202,17 @@ def gather(runner: StepRunner, model: nn.Module, *, wanted: bool) -> Gathering:
 
 def _held_by(runner: StepRunner, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, StageTensor]:
     """Returns the stage tensors of this rank whose values belong into `tensors`, by the names of these."""
-    own = runner.cut_model.of_stages()
-    of_ids = {id(of_stage.tensor): of_stage for of_stage in own.values()}
-    found = {name: of_ids.get(id(tensor)) or own.get(names[name]) for name, tensor in tensors.items()}
-    return {name: of_stage for name, of_stage in found.items() if of_stage is not None}
+    of_stages = runner.cut_model.of_stages()
+    of_ids = {id(of_stage.tensor): of_stage for of_stage in of_stages.values()}
+    wanted = {name: of_ids.get(id(tensor)) or of_stages.get(names[name]) for name, tensor in tensors.items()}
+    return {name: of_stage for name, of_stage in wanted.items() if of_stage is not None}
 
 
 def _names_in_stages(runner: StepRunner, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the name in stages of each tensor; empty if it is not of the model that was cut. Another model has the names of stages."""
-    known = {id(tensor): name for name, tensor in reversed(list(runner.cut_model.tensors()))}
-    is_cut = any(id(tensor) in known for tensor in tensors.values())
-    return {name: known.get(id(tensor), "") if is_cut else name for name, tensor in tensors.items()}
+    names = {id(tensor): name for name, tensor in reversed(list(runner.cut_model.tensors()))}
+    is_cut = any(id(tensor) in names for tensor in tensors.values())
+    return {name: names.get(id(tensor), "") if is_cut else name for name, tensor in tensors.items()}
 
 
 def _refuse_different(forms: Sequence[Mapping[str, tuple[str, tuple[int, ...] | None]]], ranks: Sequence[int]) -> None:
@@ -279,8 +279,8 @@ class _Exchange(NamedTuple):
         holders = sorted((rank for rank, theirs in enumerate(of_ranks) if name in theirs), key=lambda rank: -of_ranks[rank][name].stage)
         if not holders:
             return cls((), (), None)
-        known = holders[:1] if is_buffer else holders
-        return cls(holders, [rank for rank in wanting if rank not in known], of_ranks[holders[0]][name])
+        sources = holders[:1] if is_buffer else holders
+        return cls(holders, [rank for rank in wanting if rank not in sources], of_ranks[holders[0]][name])
 
 
 def _open(runner: StepRunner, exchanges: Iterable[_Exchange]) -> None:

@@ -103,11 +103,11 @@ def _unless_wrapped(remedy: str) -> str:
     return _WRAPPED if sys._getframe(2).f_globals.get("__name__", "").startswith(_WRAPPERS) else remedy
 
 
-def _remedy(name: str, known: Iterable[str]) -> str:
-    """Returns what to do in place of the attribute `name` of a pipeline, which has the `known` ones."""
+def _remedy(name: str, attributes: Iterable[str]) -> str:
+    """Returns what to do in place of the attribute `name` of a pipeline, which has `attributes`."""
     if name in _INSTEAD or hasattr(nn.Module, name):
         return _INSTEAD.get(name, _STAGES).format(name=name)
-    return f"{near(name, known)}help(zb.Pipeline) lists its methods"
+    return f"{near(name, attributes)}help(zb.Pipeline) lists its methods"
 
 
 class StageModules(dict[int, nn.Module]):

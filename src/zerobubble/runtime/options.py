@@ -94,8 +94,8 @@ class PipelineOptions:
         """Slices of each microbatch: those asked for, else those of the schedule."""
         if self.slices is not None:
             return self.slices
-        given = self.schedule.to_run.schedule if isinstance(self.schedule, Planned) else self.schedule
-        return given.slices if isinstance(given, Schedule) else 1
+        schedule = self.schedule.to_run.schedule if isinstance(self.schedule, Planned) else self.schedule
+        return schedule.slices if isinstance(schedule, Schedule) else 1
 
     @property
     def captures_steps(self) -> bool:
@@ -103,52 +103,52 @@ class PipelineOptions:
         return self.cuda_graphs == STEP
 
 
-def _are_modules(given: Any) -> bool:
-    return isinstance(given, (nn.Module, Sequence)) and not isinstance(given, str)
+def _are_modules(value: Any) -> bool:
+    return isinstance(value, (nn.Module, Sequence)) and not isinstance(value, str)
 
 
-def _is_device(given: Any) -> bool:
+def _is_device(value: Any) -> bool:
     try:
-        return isinstance(given, (str, torch.device)) and bool(torch.device(given))
+        return isinstance(value, (str, torch.device)) and bool(torch.device(value))
     except RuntimeError:
         return False
 
 
-def _device_meant(given: Any) -> str:
-    if given == "gpu":
+def _device_meant(value: Any) -> str:
+    if value == "gpu":
         return "write 'cuda'"
-    return f"write 'cuda:{given}'" if WHOLE.accepts(given) else ""
+    return f"write 'cuda:{value}'" if WHOLE.accepts(value) else ""
 
 
-def _are_dims(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(
-        isinstance(name, str) and (dim is None or (WHOLE.accepts(dim) and dim >= 0)) for name, dim in given.items()
+def _are_dims(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and (dim is None or (WHOLE.accepts(dim) and dim >= 0)) for name, dim in value.items()
     )
 
 
 _SECONDS = number(
     f"a number of seconds from {SHORTEST_S:g} to {LONGEST_S:.0f}",
-    lambda given: NUMBER.accepts(given) and SHORTEST_S <= given <= LONGEST_S,
+    lambda value: NUMBER.accepts(value) and SHORTEST_S <= value <= LONGEST_S,
 )
 WANTED: dict[str, Wanted | type] = {
     "build_or_modules": either(function("stage_index", "num_stages", makes="nn.Module"), Wanted("the modules of this rank", _are_modules)),
     "schedule": either(
-        Wanted("a name", lambda given: isinstance(given, str)),
+        Wanted("a name", lambda value: isinstance(value, str)),
         instance(Schedule),
-        Wanted("a Plan or an Auto", lambda given: isinstance(given, (Planned, Replanner))),
+        Wanted("a Plan or an Auto", lambda value: isinstance(value, (Planned, Replanner))),
         function("num_ranks", "num_microbatches", makes="Schedule"),
     ),
     "num_microbatches": MICROBATCHES,
     "loss_fn": function("output", "target", that="gives the mean loss of a microbatch"),
     "loss_weight": optional(function("target", that="gives the weight of a microbatch")),
-    "scale": Wanted("'loss', 'gradients' or 'none'", lambda given: given in (LOSS, GRADIENTS, NONE)),
-    "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda given: isinstance(given, Sequence)),
+    "scale": Wanted("'loss', 'gradients' or 'none'", lambda value: value in (LOSS, GRADIENTS, NONE)),
+    "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda value: isinstance(value, Sequence)),
     "split": instance(str, Mapping),
-    "cuda_graphs": either(bool, Wanted(f"{STEP!r}", lambda given: isinstance(given, str) and given == STEP)),
+    "cuda_graphs": either(bool, Wanted(f"{STEP!r}", lambda value: isinstance(value, str) and value == STEP)),
     "main_grad": optional(torch.dtype),
     "overlap": optional(function("first", "second", that="runs both passes")),
-    "gathered_bytes": optional(number("a number of bytes above 0", lambda given: WHOLE.accepts(given) and given > 0)),
-    "bucket_bytes": number("a whole number of bytes from 1 on", lambda given: WHOLE.accepts(given) and given > 0),
+    "gathered_bytes": optional(number("a number of bytes above 0", lambda value: WHOLE.accepts(value) and value > 0)),
+    "bucket_bytes": number("a whole number of bytes from 1 on", lambda value: WHOLE.accepts(value) and value > 0),
     "timeout": _SECONDS,
     "hooks": Wanted("a list or tuple of hooks", each(object).accepts),
     "on_loss": optional(function("microbatch", "loss")),
@@ -157,7 +157,7 @@ WANTED: dict[str, Wanted | type] = {
     "survive": bool,
     "order_by": optional(
         either(
-            Wanted(f"{TOKENS!r}", lambda given: isinstance(given, str) and given == TOKENS),
+            Wanted(f"{TOKENS!r}", lambda value: isinstance(value, str) and value == TOKENS),
             function("microbatch", that="gives its relative cost"),
         )
     ),
@@ -178,12 +178,12 @@ def layout_for(options: PipelineOptions) -> Layout:
 
     Raises `InputError` if this rank cannot communicate at all: without a process group or mesh, or with a wrong one.
     """
-    given: object = options.group
-    is_outside = given is dist.GroupMember.NON_GROUP_MEMBER
+    group: object = options.group
+    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not is_outside:
-        require("Pipeline: group", given, optional(dist.ProcessGroup))
+        require("Pipeline: group", group, optional(dist.ProcessGroup))
     require("Pipeline: mesh", options.mesh, optional(DeviceMesh))
-    if options.mesh is not None and given is not None:
+    if options.mesh is not None and group is not None:
         raise InputError('Pipeline: give the `mesh`, whose dimension "pp" is the pipeline, or the `group` of a single pipeline, not both')
     if isinstance(options.transport, Endpoint) and options.mesh is None:
         return one_pipeline(options.transport.group.name, range(options.transport.group.size))
@@ -218,23 +218,23 @@ def refuse_wrong(options: PipelineOptions) -> None:
 
 def faults_in(options: PipelineOptions) -> str:
     """Returns all invalid arguments in one sentence; empty if there are none."""
-    found = faults_among(vars(options), WANTED)
+    faults = faults_among(vars(options), WANTED)
     if options.device is not None and _is_device(options.device) and (fault := device_fault(options.device)):
-        found.append(fault)
-    found += filter(None, [_reduction_fault(options.loss_fn, options.scale)])
+        faults.append(fault)
+    faults += filter(None, [_reduction_fault(options.loss_fn, options.scale)])
     if isinstance(options.schedule, str) and options.schedule != "auto":
         try:
             find(options.schedule)
         except InputError as error:
-            found.append(str(error))
-    return "; ".join(found)
+            faults.append(str(error))
+    return "; ".join(faults)
 
 
 def _reduction_fault(loss_fn: object, scale: str) -> str:
     """Returns the fault of a loss of torch that is not the mean of a microbatch; empty if it is, or if that is not known."""
     is_of_torch = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == nn.MSELoss.__module__
-    given = vars(loss_fn) if is_of_torch else loss_fn.keywords if isinstance(loss_fn, partial) else {}
-    reduction = given.get("reduction")
+    arguments = vars(loss_fn) if is_of_torch else loss_fn.keywords if isinstance(loss_fn, partial) else {}
+    reduction = arguments.get("reduction")
     if reduction == "sum" and scale != NONE:
         return (
             "loss_fn has reduction='sum', and step takes the mean of the losses of microbatches: use 'mean', or scale='none' for their sum"
@@ -393,7 +393,7 @@ def excluded_options(options: PipelineOptions, layout: Layout) -> str:
     if not pairs:
         return ""
     dims = ", ".join(map(repr, _dividing(options)))
-    said = [f"{one} excludes {other}{f' (along {dims})' if 'stages' in other else ''}: {EXCLUDED[one, other]}" for one, other in pairs]
+    said = [f"{name} excludes {other}{f' (along {dims})' if 'stages' in other else ''}: {EXCLUDED[name, other]}" for name, other in pairs]
     return f"{'; '.join(said)}. Leave out one of {'the two' if len(pairs) == 1 else 'each two'}"
 
 

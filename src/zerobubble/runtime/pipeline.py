@@ -235,10 +235,10 @@ class Pipeline(RefusesModuleCalls):
         self, inputs: Any, targets: Any, kwargs: Any, num_microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None
     ) -> tuple[StepInputs, int | None]:
         """Returns the inputs of a step and its number of microbatches. Survivors of a lost rank play those of all replicas."""
-        given = StepInputs(inputs, targets, kwargs, self._options.batch_dims or {}, scaler)
+        step_inputs = StepInputs(inputs, targets, kwargs, self._options.batch_dims or {}, scaler)
         if self._survival is None:
-            return given, num_microbatches
-        return self._survival.lend(given, num_microbatches or self._options.num_microbatches, self._session)
+            return step_inputs, num_microbatches
+        return self._survival.lend(step_inputs, num_microbatches or self._options.num_microbatches, self._session)
 
     def _with_recovery(self, call: Callable[[], R], *, adds_gradients: bool = False) -> R:
         """Returns the result of `call`, such as `zb.save`, which the survivors repeat if a rank is lost and the pipeline survives that."""

@@ -97,12 +97,12 @@ def _rendezvous(options: PipelineOptions, layout: Layout) -> tuple[SetupRanks, P
     peers = Peers(transport, layout.pipeline, Peers(transport, layout.along[layout.lockstep]) if layout.lockstep else None)
     guard = FailureGuard(transport)
     ranks = SetupRanks(transport, guard, SetupTimeout(transport, guard, usable_timeout(options)))
-    doing, known = "meeting the other ranks", transport.group.processes
+    doing, processes = "meeting the other ranks", transport.group.processes
     with guard.during(f"while {doing}"):
-        if known:
-            guard.watch_processes(known)
+        if processes:
+            guard.watch_processes(processes)
         ranks.timeout.run(transport.connect, doing)
-        if not known:
+        if not processes:
             guard.watch_processes(ranks.gather(this_process(), doing))
     return ranks, peers
 

@@ -119,10 +119,10 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     stages.for_schedule(schedule)
     compiled = Compiled.from_schedule(schedule)
     choosing = stages.levels_that_choose()
-    known = build.tied(schedule.num_stages) if isinstance(build, KnowsTied) else ()
+    tied_in_model = build.tied(schedule.num_stages) if isinstance(build, KnowsTied) else ()
     if not isinstance(build, KnowsTied) and not options.tied:
         refuse_forgotten({stage: stage_alone(module) for stage, module in modules.items()})
-    tied = read_tied([*options.tied, *known], schedule.num_stages)
+    tied = read_tied([*options.tied, *tied_in_model], schedule.num_stages)
     if options.captures_steps:
         refuse_in_graphs(schedule, modules, ties=bool(tied))
     whole = build if isinstance(build, KnowsModel) else None
@@ -152,8 +152,8 @@ def _modules_with_loss(
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, ReplanningHook | None]:
     """Returns the given schedule, that of a plan instead of the plan, and the planner if `zb.Auto` is given."""
-    given = planner().auto() if options.schedule == "auto" else options.schedule
-    if isinstance(given, Replanner):
-        hook = given.hook_for(num_ranks, options.num_microbatches)
+    schedule = planner().auto() if options.schedule == "auto" else options.schedule
+    if isinstance(schedule, Replanner):
+        hook = schedule.hook_for(num_ranks, options.num_microbatches)
         return hook.schedule, hook
-    return given.to_run.schedule if isinstance(given, Planned) else given, None
+    return schedule.to_run.schedule if isinstance(schedule, Planned) else schedule, None

@@ -94,8 +94,8 @@ def copied_per_second(device: torch.device) -> float:
 def computing(device: torch.device) -> dict[str, Any]:
     """Returns the speeds of one rank by itself."""
     products = {name: product_flops(dtype, device) for name, dtype in DTYPES.items()}
-    found = {"products": products, "attention": attention_flops(device), "attended": ATTENDED[is_host(device)]}
-    return found | {"copied": copied_per_second(device)}
+    speeds = {"products": products, "attention": attention_flops(device), "attended": ATTENDED[is_host(device)]}
+    return speeds | {"copied": copied_per_second(device)}
 
 
 def exchanging(rank: int, device: torch.device) -> dict[str, Any]:
@@ -109,25 +109,25 @@ def exchanging(rank: int, device: torch.device) -> dict[str, Any]:
 
     def trips(part: Tensor, times: int) -> float:
         """The least seconds of a message in one direction."""
-        found = []
+        seconds = []
         for _ in range(times):
             interface(device).synchronize()
             began = time.perf_counter()
             there_and_back(part)
             interface(device).synchronize()
-            found.append((time.perf_counter() - began) / 2)
-        return min(found)
+            seconds.append((time.perf_counter() - began) / 2)
+        return min(seconds)
 
     def summed(times: int) -> float:
         values = large.view(torch.float32)
-        found = []
+        seconds = []
         for _ in range(times):
             interface(device).synchronize()
             began = time.perf_counter()
             dist.all_reduce(values)
             interface(device).synchronize()
-            found.append(time.perf_counter() - began)
-        return min(found)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
 
     size = large.numel()
     return {"sent": size / trips(large, 10), "summed": size / summed(10), "latency": trips(small, 50)}
@@ -136,21 +136,22 @@ def exchanging(rank: int, device: torch.device) -> dict[str, Any]:
 def main(port: int, rank: int) -> None:
     """Measures with the other rank, and prints what this one found."""
     torch.set_num_threads(1)
-    known = accelerators()
-    about = known[rank % len(known)] if known else None
+    devices = accelerators()
+    about = devices[rank % len(devices)] if devices else None
     device = torch.device("cpu") if about is None else torch.device(about["type"], about["index"])
     free = interface(device).free_bytes()
-    own = device if len(known) > 1 else torch.device("cpu")  # ranks that share an accelerator exchange messages through the host
+    # Ranks that share an accelerator exchange messages through the host.
+    host_or_device = device if len(devices) > 1 else torch.device("cpu")
     dist.init_process_group(
-        backend_of(own), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
+        backend_of(host_or_device), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    shares = len(known) == 1
-    found = computing(device) if rank == 0 or not shares else {}
-    dist.all_reduce(torch.zeros(1, device=own))  # a barrier would have to guess the device of each rank
-    found |= exchanging(rank, own)
-    found |= {"backend": dist.get_backend(), "name": about["name"] if about else "CPU", "processors": about["processors"] if about else 1}
-    found |= {"bytes": about["bytes"] if about else free // 2, "domain": max(2, len(known))}
-    sys.stdout.write(json.dumps(found) + "\n")
+    shares = len(devices) == 1
+    speeds = computing(device) if rank == 0 or not shares else {}
+    dist.all_reduce(torch.zeros(1, device=host_or_device))  # a barrier would have to guess the device of each rank
+    speeds |= exchanging(rank, host_or_device)
+    speeds |= {"backend": dist.get_backend(), "name": about["name"] if about else "CPU", "processors": about["processors"] if about else 1}
+    speeds |= {"bytes": about["bytes"] if about else free // 2, "domain": max(2, len(devices))}
+    sys.stdout.write(json.dumps(speeds) + "\n")
     dist.destroy_process_group()
 
 

@@ -54,8 +54,8 @@ def build(stage: int, num_stages: int) -> nn.Module:
 def of_one_device(rank: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     """Returns the loss, and the gradients of the stage of `rank`, of one process that accumulates the microbatches."""
     model = nn.Sequential(build(0, 2), build(1, 2))
-    cut = [slice(each, each + 1) for each in range(MICROBATCHES)]
-    losses = [nn.functional.mse_loss(model(inputs[each]), targets[each]) / MICROBATCHES for each in cut]
+    cut = [slice(row, row + 1) for row in range(MICROBATCHES)]
+    losses = [nn.functional.mse_loss(model(inputs[rows]), targets[rows]) / MICROBATCHES for rows in cut]
     total = torch.stack(losses).sum()
     total.backward()  # type: ignore[no-untyped-call]
     return total.detach(), [parameter.grad for parameter in model[rank].parameters()]
@@ -93,8 +93,8 @@ def main(port: int, rank: int, *, asks_gpu: bool) -> None:
     dist.destroy_process_group()
 
 
-def _print(found: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(found) + "\n")
+def _print(result: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
 
 

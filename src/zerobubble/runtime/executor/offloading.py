@@ -67,9 +67,9 @@ class Offloading:
 
     def begin(self) -> None:
         """Begins or restarts a step of the pipeline."""
-        for one in self._offloads:
-            saved = self._saved[one.stage, one.microbatch] = SavedTensors(self._device, self._lane)
-            self._stages[one.stage].offloaded[one.microbatch] = saved
+        for offload in self._offloads:
+            saved = self._saved[offload.stage, offload.microbatch] = SavedTensors(self._device, self._lane)
+            self._stages[offload.stage].offloaded[offload.microbatch] = saved
 
     def discard(self) -> None:
         """Drops all offloads, including copies in flight."""

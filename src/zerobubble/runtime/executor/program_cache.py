@@ -41,9 +41,9 @@ MakeSchedule = Callable[[int, int], Schedule]
 _MOST = 10_000
 MICROBATCHES = Wanted(
     f"a whole number of microbatches from 1 to {_MOST}",
-    lambda given: WHOLE.accepts(given) and 1 <= given <= _MOST,
-    lambda given: (
-        "make them larger, or spread the batch over several steps" if WHOLE.accepts(given) and given > _MOST else WHOLE.remedy(given)
+    lambda count: WHOLE.accepts(count) and 1 <= count <= _MOST,
+    lambda count: (
+        "make them larger, or spread the batch over several steps" if WHOLE.accepts(count) and count > _MOST else WHOLE.remedy(count)
     ),
 )
 """Larger schedules take too long to write, check and compile."""
@@ -328,43 +328,43 @@ def _made_by(function: MakeSchedule, ranks: int, num_microbatches: int) -> Any:
         raise
 
 
-def schedule_for(given: str | Schedule | Planned | MakeSchedule, ranks: int, num_microbatches: int, slices: int = 1) -> Schedule:
+def schedule_for(schedule: str | Schedule | Planned | MakeSchedule, ranks: int, num_microbatches: int, slices: int = 1) -> Schedule:
     """Returns the schedule for `num_microbatches` of `slices` each. Raises `InputError` if there is none, or if it does not fit."""
     require("num_microbatches", num_microbatches, MICROBATCHES)
-    if isinstance(given, str):
-        made: Any = make(given, ranks, num_microbatches, **({"slices": slices} if slices > 1 else {}))
-    elif isinstance(given, Planned):
-        made = given.to_run.schedule
-        _require_equal_slices(given.to_run.costs)
+    if isinstance(schedule, str):
+        result: Any = make(schedule, ranks, num_microbatches, **({"slices": slices} if slices > 1 else {}))
+    elif isinstance(schedule, Planned):
+        result = schedule.to_run.schedule
+        _require_equal_slices(schedule.to_run.costs)
     else:
-        made = given if isinstance(given, Schedule) else _made_by(given, ranks, num_microbatches)
-    if not isinstance(made, Schedule):
-        raise wrong("schedule", made, "a name, a Schedule or a function that returns one")
-    if made.num_ranks != ranks:
+        result = schedule if isinstance(schedule, Schedule) else _made_by(schedule, ranks, num_microbatches)
+    if not isinstance(result, Schedule):
+        raise wrong("schedule", result, "a name, a Schedule or a function that returns one")
+    if result.num_ranks != ranks:
         raise InputError(
             "schedule {schedule!r} is for {got} ranks, but the pipeline has {expected}, those of its group or along 'pp' of its mesh",
-            schedule=made.name,
-            got=made.num_ranks,
+            schedule=result.name,
+            got=result.num_ranks,
             expected=ranks,
             remedy="give one for as many",
         )
-    if made.slices != slices:
+    if result.slices != slices:
         raise InputError(
             "schedule {schedule!r} has {got} slices of each microbatch, but slices is {expected}",
-            schedule=made.name,
-            got=made.slices,
+            schedule=result.name,
+            got=result.slices,
             expected=slices,
-            remedy=f"give slices={made.slices}, or another schedule",
+            remedy=f"give slices={result.slices}, or another schedule",
         )
-    if made.num_microbatches != num_microbatches * slices:
+    if result.num_microbatches != num_microbatches * slices:
         raise InputError(
             "schedule {schedule!r} has {got} microbatches, but num_microbatches is {expected}",
-            schedule=made.name,
-            got=made.whole_microbatches,
+            schedule=result.name,
+            got=result.whole_microbatches,
             expected=num_microbatches,
             remedy="give the name of a schedule, or a function (num_ranks, num_microbatches) -> Schedule, which works for any number",
         )
-    return made
+    return result
 
 
 def _require_equal_slices(costs: Costs) -> None:

@@ -23,7 +23,7 @@ class RowCalls:
         calls = (*before, call, *after)
 
         def run() -> None:
-            for each in calls:
-                each()
+            for function in calls:
+                function()
 
         return run

@@ -74,7 +74,7 @@ class RowPasses:
         return Task(self._stages[op.stage], op.microbatch, self._kept.setdefault((op.stage, op.microbatch), {}), part)
 
     def _forward(self, op: Op) -> Pass:
-        stage, microbatch, made = self._stages[op.stage], op.microbatch, self._values.made
+        stage, microbatch, values = self._stages[op.stage], op.microbatch, self._values.made
         task = self._task(op)
         source, target = _between_stages(self._program.uses((op,))), _between_stages(self._program.makes((op,)))
         to_head = [value for value in self._program.makes((op,)) if value.value_kind in GATHERED]
@@ -102,10 +102,10 @@ class RowPasses:
                 task.finish = None
                 task.inputs = ()
             if target is not None:
-                made[target] = outputs
+                values[target] = outputs
             for value in to_head:
                 assert batch.divided_loss is not None
-                made[value] = batch.divided_loss.head_inputs(number, outputs)
+                values[value] = batch.divided_loss.head_inputs(number, outputs)
 
         def infer(inputs: Tensors) -> None:
             batch = self.batch
@@ -114,12 +114,12 @@ class RowPasses:
             batch.seed_pass(op.stage, number, False)
             outputs = stage.infer(inputs, partial(batch.finish, number) if target is None else None)
             if target is not None:
-                made[target] = outputs
+                values[target] = outputs
 
         return Pass(op, take, train if self._trains else infer)
 
     def _backward(self, op: Op) -> Pass:
-        task, made, run = self._task(op), self._values.made, run_of(op.kind)
+        task, values, run = self._task(op), self._values.made, run_of(op.kind)
         source, target = _between_stages(self._program.uses((op,))), _between_stages(self._program.makes((op,)))
 
         def seed() -> Cotangents:
@@ -135,7 +135,7 @@ class RowPasses:
             finally:
                 task.inputs = ()
             if target is not None:
-                made[target] = outputs
+                values[target] = outputs
 
         def work_on_parts(parts: Sequence[Tensors]) -> None:
             assert self.batch is not None
@@ -148,7 +148,7 @@ class RowPasses:
 
     def _part(self, op: Op) -> Pass:
         """Compiles a pass of a divided head."""
-        task, made, run = self._task(op, self._program.head_parts.index(op.stage)), self._values.made, run_of(op.kind)
+        task, values, run = self._task(op, self._program.head_parts.index(op.stage)), self._values.made, run_of(op.kind)
         targets = [value for value in self._program.makes((op,)) if value.value_kind in GATHERED]
 
         def work(gathered: Sequence[Tensors]) -> None:
@@ -158,7 +158,7 @@ class RowPasses:
             finally:
                 task.inputs = ()
             for value in targets:
-                made[value] = results[value.value_kind]
+                values[value] = results[value.value_kind]
 
         return Pass(op, self._values.collecting(op), work)
 

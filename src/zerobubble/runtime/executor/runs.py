@@ -120,34 +120,34 @@ def _part_of_head(task: Task) -> HeadPart:
 
 
 def _softmax(task: Task) -> Softmax:
-    (given,) = task.inputs
-    return _part_of_head(task).softmax(GivenToHead(*given), task.stage.meter)
+    (inputs,) = task.inputs
+    return _part_of_head(task).softmax(GivenToHead(*inputs), task.stage.meter)
 
 
 @runs("part of the softmax and input gradient")
 def _softmax_and_input_gradient(task: Task) -> dict[ValueKind, Tensors]:
-    found = task.kept[ValueKind.HEAD_WORK] = _softmax(task)
-    return {ValueKind.SOFTMAX_SUMS: (found.sums,), ValueKind.GRADIENT_PART: _part_of_head(task).gradient_to_correct(found)}
+    softmax = task.kept[ValueKind.HEAD_WORK] = _softmax(task)
+    return {ValueKind.SOFTMAX_SUMS: (softmax.sums,), ValueKind.GRADIENT_PART: _part_of_head(task).gradient_to_correct(softmax)}
 
 
 @runs("weight gradient of the head")
 def _weight_gradient_of_head(task: Task) -> dict[ValueKind, Tensors]:
-    head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_WORK)
-    head.correct(found, Correction.from_sums([sums for (sums,) in task.inputs]), task.part)
-    head.add_weight_gradients(found)
+    head, softmax = _part_of_head(task), task.kept.pop(ValueKind.HEAD_WORK)
+    head.correct(softmax, Correction.from_sums([sums for (sums,) in task.inputs]), task.part)
+    head.add_weight_gradients(softmax)
     return {}
 
 
 @runs("part of the softmax")
 def _softmax_alone(task: Task) -> dict[ValueKind, Tensors]:
-    found = task.kept[ValueKind.HEAD_LOGITS] = _softmax(task)
-    return {ValueKind.SOFTMAX_SUMS: (found.sums,)}
+    softmax = task.kept[ValueKind.HEAD_LOGITS] = _softmax(task)
+    return {ValueKind.SOFTMAX_SUMS: (softmax.sums,)}
 
 
 @runs("backward of the head")
 def _backward_of_head(task: Task) -> dict[ValueKind, Tensors]:
-    head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_LOGITS)
-    head.correct(found, Correction.from_sums([sums for (sums,) in task.inputs]), task.part)
-    given = head.gradient(found)
-    head.add_weight_gradients(found)
-    return {ValueKind.GRADIENT_PART: given}
+    head, softmax = _part_of_head(task), task.kept.pop(ValueKind.HEAD_LOGITS)
+    head.correct(softmax, Correction.from_sums([sums for (sums,) in task.inputs]), task.part)
+    gradient = head.gradient(softmax)
+    head.add_weight_gradients(softmax)
+    return {ValueKind.GRADIENT_PART: gradient}

@@ -89,8 +89,8 @@ def forget_locals(error: BaseException) -> None:
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
-        found = left.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            traceback.clear_frames(found.__traceback__)
-            left += [found.__cause__, found.__context__]
+        current = left.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            left += [current.__cause__, current.__context__]

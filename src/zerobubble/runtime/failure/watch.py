@@ -90,9 +90,9 @@ class FailureWatch:
         lost = lost_contact(self._group.rank, status)
         # Ask before and after: a silent store may take so long to give up that a stall before it no longer counts as recent.
         before = self._own_stall(lost)
-        found = self._listener.received or self._ask(lambda: self._diagnose_together(status))
+        report = self._listener.received or self._ask(lambda: self._diagnose_together(status))
         stall = before or self._own_stall(lost)
-        return found or self._received_from_process_watch() or stall or self._report_without_store(status)
+        return report or self._received_from_process_watch() or stall or self._report_without_store(status)
 
     def _received_from_process_watch(self) -> FailureReport | None:
         """Returns the report, after a short wait if the store is gone: another thread detects the end of the store's host."""
@@ -126,9 +126,9 @@ class FailureWatch:
         ended = [other for other in self._ended if not store.check([_left_key(other)])]
         if not ended:
             return None
-        found = process_end_report(ended, rank, status, memory_kills() - self._kills)
-        stall = self._own_stall(found.message, self._group.timing.silence_s) if rank == self._group.store_host else None
-        self._listener.received = _publish(store, rank, stall or found)
+        report = process_end_report(ended, rank, status, memory_kills() - self._kills)
+        stall = self._own_stall(report.message, self._group.timing.silence_s) if rank == self._group.store_host else None
+        self._listener.received = _publish(store, rank, stall or report)
         return self._listener.received
 
     def detach(self) -> None:
@@ -174,8 +174,8 @@ class FailureWatch:
             time.sleep(_POLL_S)
         return _read_report(store.get(_REPORT))
 
-    def _own_stall(self, found: str, least_s: float | None = None) -> FailureReport | None:
-        """Returns a report that this process has recently stalled, with what it `found` afterwards; None if the stall was short.
+    def _own_stall(self, finding: str, least_s: float | None = None) -> FailureReport | None:
+        """Returns a report that this process has recently stalled, followed by the `finding`; None if the stall was short.
 
         A stall counts from `least_s` seconds, by default from those that the others wait for an answer.
         """
@@ -184,7 +184,7 @@ class FailureWatch:
         if seconds < (recent_s if least_s is None else least_s):
             return None
         rank = self._group.rank
-        return FailureReport(rank, "", f"{stalled(rank, seconds)}; then {found}")
+        return FailureReport(rank, "", f"{stalled(rank, seconds)}; then {finding}")
 
     def _report_without_store(self, status: RankStatus) -> FailureReport:
         host = self._group.store_host

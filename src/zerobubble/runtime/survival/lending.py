@@ -45,68 +45,68 @@ class Lending:
         self._modules = modules
         self._taken = None if taken is None else frozenset(taken)
 
-    def own(self, given: StepInputs) -> StepInputs:
+    def own(self, step_inputs: StepInputs) -> StepInputs:
         """Returns this rank's part of its replica's share: only the named arguments that its stages take."""
-        self._refuse(given)
-        return given._replace(kwargs=self._of_own_stages(given.kwargs))
+        self._refuse(step_inputs)
+        return step_inputs._replace(kwargs=self._of_own_stages(step_inputs.kwargs))
 
-    def whole_batch(self, given: StepInputs, num_microbatches: int, lenders: Sequence[int], session: Session) -> StepInputs:
+    def whole_batch(self, step_inputs: StepInputs, num_microbatches: int, lenders: Sequence[int], session: Session) -> StepInputs:
         """Returns the microbatches of all replicas; the rank `lenders[replica]` sends those of its replica.
 
         Ranks that begin no route get no inputs, and ranks that end none get no targets.
         """
-        self._refuse(given)
-        mine = _share(given, num_microbatches, positional_names(self._modules, given.batch_dims))
+        self._refuse(step_inputs)
+        mine = _share(step_inputs, num_microbatches, positional_names(self._modules, step_inputs.batch_dims))
         routes = session.setup.schedule.placement.routes
         ranks = session.peers.members
         wanted = Share({ranks[route[0]] for route in routes}, {ranks[route[-1]] for route in routes}, frozenset(ranks))
         whole = Share(*_all_lent(mine, wanted, lenders, session.transport))
-        return given._replace(inputs=whole.inputs, targets=whole.targets, kwargs=self._of_own_stages(whole.kwargs))
+        return step_inputs._replace(inputs=whole.inputs, targets=whole.targets, kwargs=self._of_own_stages(whole.kwargs))
 
-    def _refuse(self, given: StepInputs) -> None:
+    def _refuse(self, step_inputs: StepInputs) -> None:
         """Raises `InputError` for a batch that could not be sent to the survivors of a loss."""
-        if given.inputs is None or given.targets is None:
+        if step_inputs.inputs is None or step_inputs.targets is None:
             raise InputError("with survive=True every rank needs the inputs and targets of its replica", remedy="pass both on all ranks")
         tensors: list[Tensor] = []
         for what in ("inputs", "targets", "kwargs"):
             try:
-                tensors += flatten_pytree(getattr(given, what), what)[0]
+                tensors += flatten_pytree(getattr(step_inputs, what), what)[0]
             except TypeError as error:
                 raise InputError(
                     "with survive=True ranks send each other their batches, and {reason}", reason=str(error), remedy="keep it in the stages"
                 ) from None
         if any(tensor.requires_grad for tensor in tensors):
             raise InputError("with survive=True inputs, targets and kwargs get no gradients", remedy="pass them .detach()ed")
-        unknown = [name for name in _names_in(given.kwargs) if self._taken is not None and name not in self._taken]
+        unknown = [name for name in _names_in(step_inputs.kwargs) if self._taken is not None and name not in self._taken]
         if unknown:
-            known = sorted(self._taken or ())
+            taken = sorted(self._taken or ())
             named = ", ".join(map(repr, unknown))
             message = "no stage takes {named}: {hint}stages take {known}"
-            raise InputError(message, named=named, hint=near(unknown[0], known), known=", ".join(known) or "no named arguments")
+            raise InputError(message, named=named, hint=near(unknown[0], taken), known=", ".join(taken) or "no named arguments")
 
     def _of_own_stages(self, kwargs: Any) -> Any:
         """Returns the named arguments that the stages of this rank take; `kwargs` are given once or for each microbatch."""
-        own = {name for names in names_taken(self._modules, _names_in(kwargs)).values() for name in names}
+        taken = {name for names in names_taken(self._modules, _names_in(kwargs)).values() for name in names}
         if isinstance(kwargs, list):
-            return [{name: value for name, value in named.items() if name in own} for named in kwargs]
-        return kwargs and {name: value for name, value in kwargs.items() if name in own}
+            return [{name: value for name, value in named.items() if name in taken} for named in kwargs]
+        return kwargs and {name: value for name, value in kwargs.items() if name in taken}
 
 
 def _names_in(kwargs: Any) -> list[str]:
     """Returns the names of arguments given once, or for each microbatch; raises `InputError` for anything else."""
-    each = kwargs if isinstance(kwargs, list) else [kwargs or {}]
-    if not all(isinstance(named, dict) for named in each):
+    of_microbatches = kwargs if isinstance(kwargs, list) else [kwargs or {}]
+    if not all(isinstance(named, dict) for named in of_microbatches):
         raise wrong("kwargs", kwargs, "a dict, or a list of dicts, one for each microbatch")
-    return list(dict.fromkeys(name for named in each for name in named))
+    return list(dict.fromkeys(name for named in of_microbatches for name in named))
 
 
-def _share(given: StepInputs, num_microbatches: int, names: Sequence[str]) -> Share:
+def _share(step_inputs: StepInputs, num_microbatches: int, names: Sequence[str]) -> Share:
     gradients = InputGradients()
-    cut = partial(split_batch, num_microbatches=num_microbatches, gradients=gradients, batch_dims=given.batch_dims)
-    inputs = cut(given.inputs, what="inputs", names=names)
-    kwargs = given.kwargs
-    named = None if kwargs is None else for_each_microbatch(kwargs, num_microbatches, inputs.batch_size, gradients, given.batch_dims)
-    return Share(inputs.microbatches, cut(given.targets, what="targets").microbatches, named)
+    cut = partial(split_batch, num_microbatches=num_microbatches, gradients=gradients, batch_dims=step_inputs.batch_dims)
+    inputs = cut(step_inputs.inputs, what="inputs", names=names)
+    kwargs = step_inputs.kwargs
+    named = None if kwargs is None else for_each_microbatch(kwargs, num_microbatches, inputs.batch_size, gradients, step_inputs.batch_dims)
+    return Share(inputs.microbatches, cut(step_inputs.targets, what="targets").microbatches, named)
 
 
 def _all_lent(mine: Share, wanted: Share, lenders: Sequence[int], transport: Transport) -> list[list[Any] | None]:
@@ -131,7 +131,7 @@ def _all_lent(mine: Share, wanted: Share, lenders: Sequence[int], transport: Tra
 
 def _joined(parts: list[Any]) -> list[Any] | None:
     """Returns the parts of all replicas in one list, None if they were given nothing."""
-    return None if None in parts else [each for part in parts for each in part]
+    return None if None in parts else [microbatch for part in parts for microbatch in part]
 
 
 def _move(mine: Parcel, form: Form, lender: int, ranks: Collection[int], transport: Transport) -> tuple[Parcel, list[Work]]:
@@ -180,12 +180,12 @@ class Parcel(NamedTuple):
 
     def _tensors(self) -> list[Tensor]:
         """Returns the tensors as views of the packed bytes."""
-        found, begin = [], 0
+        tensors, begin = [], 0
         for shape, dtype in self.form.tensors:
             end = begin + shape.numel() * dtype.itemsize
-            found.append(self.data[begin:end].view(dtype).view(shape))
+            tensors.append(self.data[begin:end].view(dtype).view(shape))
             begin += _padded(end - begin)
-        return found
+        return tensors
 
 
 def _padded(num_bytes: int) -> int:

@@ -98,8 +98,8 @@ class Survival:
         """Begins a call, and copies the gradients if the call adds to them."""
         self._num_calls += 1
         self.has_finished_call = False
-        found = {parameter: self._gradients.get(parameter) for parameter in self._parameters if keeps_gradients}
-        self._earlier = {parameter: None if gradient is None else gradient.clone() for parameter, gradient in found.items()}
+        gradients = {parameter: self._gradients.get(parameter) for parameter in self._parameters if keeps_gradients}
+        self._earlier = {parameter: None if gradient is None else gradient.clone() for parameter, gradient in gradients.items()}
 
     def _restore_gradients(self) -> None:
         """Restores the gradients from before the call, which is to be repeated."""
@@ -203,12 +203,12 @@ class Survival:
         # A rank in an older call than another has only missed the agreement on its end: the other has returned from it.
         return not self.has_finished_call or (self._num_calls == newest and not all(finished for _, finished in calls))
 
-    def lend(self, given: StepInputs, num_microbatches: int, session: Session) -> tuple[StepInputs, int]:
+    def lend(self, step_inputs: StepInputs, num_microbatches: int, session: Session) -> tuple[StepInputs, int]:
         """Returns the batch that the survivors play together, from what this rank was given, and its number of microbatches."""
         if not self.lost:
-            return self._lending.own(given), num_microbatches
+            return self._lending.own(step_inputs), num_microbatches
         lenders = [next(rank for rank in replica if rank not in self.lost) for replica in self._layout.pipelines]
-        whole = self._lending.whole_batch(given, num_microbatches, lenders, session)
+        whole = self._lending.whole_batch(step_inputs, num_microbatches, lenders, session)
         return whole, num_microbatches * len(lenders)
 
 
