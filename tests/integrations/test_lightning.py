@@ -1133,14 +1133,36 @@ def tallied(update: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], 
         (lambda self, loss: (self.tally.update(loss), self.tally.reset()), "self.tally.reset()"),
         (lambda self, loss: (self.tally(loss), loss.ndim or [self.tally(loss) for _ in range(int(1e3 * loss) % 7)]), "self.tally"),
         (lambda self, loss: self.tally.update(math.nan * loss), "RuntimeError"),
+        (lambda self, loss: self.tally(loss[None]), "self.tally"),
     ],
-    ids=["a root", "computed", "reset", "by condition", "nan"],
+    ids=["a root", "computed", "reset", "by condition", "nan", "with dimensions"],
 )
 def test_a_metric_of_a_number_that_does_not_follow_is_an_error(update: Any, stated: str, one_rank: lightning.Trainer) -> None:
     module = Faulty(tallied(update))
     module.tally = MeanMetric(nan_strategy="error")
     with raises(InputError, "training_step", stated, "on_train_batch_end" if stated != "RuntimeError" else "Metric"):
         one_rank.fit(module, data())
+
+
+@pytest.mark.parametrize("has_dimensions", [False, True])
+def test_a_metric_with_microbatches_of_one_sample_is_that_of_one_device_or_an_error(has_dimensions: bool, tmp_path: Path) -> None:
+    def step(self: Any, x: Tensor) -> Tensor:
+        output = self.model(x)
+        loss = output.square().mean()
+        self.tally(loss[None] if has_dimensions else output[:, 0])
+        return loss
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    found = []
+    with raises(InputError, "self.tally") if has_dimensions else nullcontext():
+        for strategy in ({"strategy": PipelineStrategy("1f1b", 8)}, {}):
+            lightning.seed_everything(0, verbose=False)
+            module, given = Faulty(step), {"devices": 1, "max_steps": 3, "default_root_dir": tmp_path, **quiet, **strategy}
+            module.tally = CatMetric()
+            lightning.Trainer(accelerator="cpu", precision="64-true", **given).fit(module, data())
+            found.append(module.tally.compute().detach())
+        assert len(found[0]) == 24
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)  # metrics compute in float32
 
 
 @pytest.mark.feature(

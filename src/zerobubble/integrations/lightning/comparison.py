@@ -90,7 +90,8 @@ class Fault(NamedTuple):
             ),
             "metric": (
                 "{name} updates the Metric {what} with a number of the batch that is no mean and no sum of those of microbatches",
-                "update it with values of samples, or in on_train_batch_end, from what training_step returns along with 'loss'",
+                "update it with values of samples, with a number without dimensions (loss, not loss[None]), or in on_train_batch_end, "
+                "from what training_step returns along with 'loss'",
             ),
             "skipped": (
                 "{name} returns None for {what} and a loss for others of the same batch",

@@ -39,11 +39,13 @@ def isolated(
     *,
     runs_again: bool = False,
     faults: list[InputError] | None = None,
+    is_whole: bool = False,
 ) -> Iterator[None]:
     """A context in which `module` logs to `entries` only, and `manual_backward` raises `BackwardCalledError`.
 
-    Updates of Metrics with numbers are held in `updates`. Loggers write nothing. If the code does not run again for the whole batch, which
-    says so on all ranks, what is refused raises `InputError`, or adds it to `faults`, where only this rank runs the code.
+    Updates of Metrics with numbers are held in `updates`; of a batch that `is_whole`, also updates with tensors of one element. Loggers
+    write nothing. If the code does not run again for the whole batch, which says so on all ranks, what is refused raises `InputError`, or
+    adds it to `faults`, where only this rank runs the code.
     """
     entries.clear()
     refused_in = "" if runs_again or not module.automatic_optimization else f"{type(module).__name__}.training_step"
@@ -77,7 +79,7 @@ def isolated(
         replaced(module.trainer, _loggers=loggers),
         replaced(strategy, rank_in_step=strategy.first_rank),
         replaced(rank_zero_only, rank=strategy.first_rank),
-        updates_held(module, {} if updates is None else updates, refuse),
+        updates_held(module, {} if updates is None else updates, refuse, is_whole=is_whole),
     ):
         yield
 

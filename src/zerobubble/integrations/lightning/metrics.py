@@ -125,10 +125,11 @@ def metrics_copied(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def updates_held(module: nn.Module, held: Updates, refuse: Callable[[InputError], object]) -> Iterator[None]:
+def updates_held(module: nn.Module, held: Updates, refuse: Callable[[InputError], object], *, is_whole: bool = False) -> Iterator[None]:
     """A context in which `held` gets the updates with numbers of a microbatch, and `refuse` what needs the Metric after the last one.
 
-    A call of a Metric returns its value for the numbers of the microbatch. Metrics inside of another one are updated with it.
+    A call of a Metric returns its value for the numbers of the microbatch. Metrics inside of another one are updated with it. A tensor of
+    one element with dimensions, such as `loss[None]`, may be a sample of a microbatch: it is a number only of a batch that `is_whole`.
     """
     held.clear()
     active: list[Metric] = []
@@ -145,7 +146,7 @@ def updates_held(module: nn.Module, held: Updates, refuse: Callable[[InputError]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             arguments = dict(enumerate(args)) | kwargs
-            if active or not all(map(_is_number, arguments.values())):
+            if active or not all(_is_number(value, is_whole=is_whole) for value in arguments.values()):
                 return alone(metric, own, *args, **kwargs)
             count = sum(key[:2] == (name, method) for key in held)
             held[name, method, count] = {key: value.detach() if isinstance(value, Tensor) else value for key, value in arguments.items()}
@@ -176,8 +177,10 @@ def updates_held(module: nn.Module, held: Updates, refuse: Callable[[InputError]
         yield
 
 
-def _is_number(value: Any) -> bool:
-    return not value.ndim if isinstance(value, Tensor) else value is None or isinstance(value, (int, float))
+def _is_number(value: Any, *, is_whole: bool) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 if is_whole else not value.ndim
+    return value is None or isinstance(value, (int, float))
 
 
 def _early(name: str, method: str) -> InputError:

@@ -166,7 +166,7 @@ class WholeBatch:
             changed = stack.enter_context(WatchedState(self.module).changes())
             stack.enter_context(replaced(network, forward=forward))
             stack.enter_context(step.draws.joined())
-            with isolated(self.module, entries, updates):
+            with isolated(self.module, entries, updates, is_whole=True):
                 loss, extras = loss_of(self.module, step.batch, step.rest)
             if loss is None:
                 make_updates(self.module, updates)
